@@ -1,0 +1,1 @@
+"""Kernel backends behind one contract: `reference` is plain torch."""

@@ -1,0 +1,1 @@
+"""Requests, scheduling, sampling: continuous batching over ragged batches."""

@@ -1,0 +1,1 @@
+"""Reading GGUF files: a verified, memory-mapped reader of our own."""

@@ -1,0 +1,1 @@
+"""Experiments, panels, plots, run records and notebook runs."""

@@ -1,0 +1,1 @@
+"""Model configuration, tokenizer, weights and the one ragged forward."""

@@ -1,0 +1,47 @@
+"""Where things lie: the user cache, the run folder, and the notebooks and data that came with the package.
+
+A source checkout (editable install) has `notebooks/` and `data/` beside `nanokit/`; a wheel carries copies inside
+the package. Nothing outside the cache and the run folder is ever written.
+"""
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+from nanokit.errors import NanokitError
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def cache_dir() -> Path:
+    """The user cache for models and compiled kernels; `NANOKIT_HOME` overrides. Not created here."""
+    home = os.environ.get("NANOKIT_HOME")
+    return Path(home).expanduser().resolve() if home else Path(platformdirs.user_cache_dir("nanokit"))
+
+
+def runs_dir() -> Path:
+    """Executed notebooks and records: `NANOKIT_RUNS`, or `runs/` in the working directory. Not created here."""
+    return Path(os.environ.get("NANOKIT_RUNS", "runs")).expanduser().resolve()
+
+
+def _shipped(name: str) -> Path:
+    for place in (PACKAGE.parent / name, PACKAGE / "_shipped" / name):
+        if place.is_dir():
+            return place
+    raise NanokitError(
+        f"the {name} folder of nanokit is missing",
+        found=f"neither {PACKAGE.parent / name} nor {PACKAGE / '_shipped' / name}",
+        needed=f"a checkout with {name}/ beside nanokit/, or a wheel that carries it",
+        do="reinstall nanokit, or install it from a checkout with `pip install -e .`",
+    )
+
+
+def notebooks_dir() -> Path:
+    """The folder of the ordered notebooks. Raises NanokitError when the install carries none."""
+    return _shipped("notebooks")
+
+
+def data_dir() -> Path:
+    """The folder of texts, prompts and measurements. Raises NanokitError when the install carries none."""
+    return _shipped("data")
