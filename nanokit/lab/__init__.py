@@ -1,1 +1,30 @@
-"""Experiments, panels, plots, run records and notebook runs."""
+"""Experiments, panels, plots, run records and notebook runs.
+
+The public names below are looked up on first use: a notebook writes `from nanokit import lab` and
+`lab.Params`, and importing the package still costs neither torch, papermill, plotly nor ipywidgets.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Params": "params",
+    "experiment_params": "params",
+    "knob": "params",
+    "Result": "result",
+    "Table": "table",
+    "machine_card": "machine",
+    "measure_bandwidth": "machine",
+    "measuring": "lock",
+    "record": "records",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
