@@ -1,0 +1,66 @@
+"""How much memory a model would take, compared with what is free, before any of it is allocated.
+
+An allocation that the machine cannot back is not refused by the operating system: it is killed later, or swaps.
+So the kit does the sum first and refuses with the numbers and the option to change.
+"""
+
+import re
+from pathlib import Path
+
+import psutil
+
+from nanokit.errors import MemoryBudgetError, ParameterError
+
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9,
+         "K": 2**10, "M": 2**20, "G": 2**30}  # fmt: skip
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping: what the system reports, or less if a container limits it."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+    except OSError:
+        return free
+    return free if limit == "max" else max(0, min(free, int(limit) - used))
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from 536870912, "512MiB", "2G" (binary) or "2GB" (decimal). Raises ParameterError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    if match is None or match[2].upper() not in UNITS:
+        raise ParameterError(
+            "not a memory size", found=repr(value), needed="bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+        )
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def human(nbytes: float) -> str:
+    """12,345,678 bytes as "11.8 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
+
+
+def check_budget(weight_bytes: int, kv_bytes: int, what: str, kv_advice: str, free: int | None = None) -> None:
+    """Raises MemoryBudgetError if weights + KV pages exceed `free` (now, if None).
+
+    kv_advice: how the KV pages could be smaller, as the error's advice.
+    """
+    free = free_memory() if free is None else free
+    if weight_bytes + kv_bytes <= free:
+        return
+    if weight_bytes > free:
+        advice = "use a smaller or more strongly quantized model, or free memory: the weights alone do not fit"
+    else:
+        advice = kv_advice
+    raise MemoryBudgetError(
+        f"{what} does not fit into memory",
+        found=f"{human(free)} free",
+        needed=f"{human(weight_bytes)} for weights in fp32 + {human(kv_bytes)} for KV pages",
+        do=advice,
+    )

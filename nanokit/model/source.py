@@ -1,0 +1,199 @@
+"""Where weights come from: one GGUF file (or its shards), or a directory of safetensors.
+
+Opening a source reads headers only, so that the configuration, the tokenizer and the memory it would take are known
+before anything is allocated. `torch` pickles (.bin, .pt) are refused: reading one runs code.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanokit.errors import ModelFileError
+from nanokit.gguf.reader import GGUFFile
+from nanokit.model.config import ModelConfig, config_from_transformers
+from nanokit.model.config_gguf import config_from_gguf
+from nanokit.model.tokenizer import Tokenizer
+from nanokit.model.weights import TensorSource
+
+JSON_LIMIT = 64 << 20
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class ModelSource(TensorSource, Protocol):
+    """A model that has been opened but not read."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    file_bytes: int  # bytes of all weights as stored
+
+    def dense_bytes(self) -> int:
+        """Bytes of all weights in fp32."""
+        ...
+
+
+class GGUFSource:
+    """A GGUF file. Llama files keep q and k permuted for interleaved rope; `tensor` undoes it, by head counts."""
+
+    kind = 0
+
+    def __init__(self, path: Path) -> None:
+        self._file = GGUFFile.open(path)
+        self.name = path.name
+        infos = self._file.tensors
+        if "token_embd.weight" not in infos:
+            raise ModelFileError(
+                f"{path.name} holds no token embedding",
+                found=f"{len(infos)} tensors" if infos else "a vocabulary without weights",
+                needed="a whole language model",
+            )
+        factors = self._file.tensor("rope_freqs.weight") if "rope_freqs.weight" in infos else None
+        self.config = config_from_gguf(
+            self._file.metadata,
+            vocab_size=infos["token_embd.weight"].shape[0],
+            tied_head="output.weight" not in infos,
+            frequency_factors=None if factors is None else factors.tolist(),
+        )
+        self.tokenizer = Tokenizer.from_gguf(self._file.metadata)
+        self.file_bytes = sum(info.nbytes for info in infos.values())
+
+    def names(self) -> Collection[str]:
+        return self._file.tensors.keys()
+
+    def dense_bytes(self) -> int:
+        return sum(4 * _count(info.shape) for info in self._file.tensors.values())
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = torch.from_numpy(self._file.tensor(name))
+        if self.config.architecture == "llama" and ".attn_q." in name:
+            return unpermute(tensor, self.config.num_heads)
+        if self.config.architecture == "llama" and ".attn_k." in name:
+            return unpermute(tensor, self.config.num_kv_heads)
+        return tensor
+
+
+def unpermute(weight: Tensor, heads: int) -> Tensor:
+    """From rows in interleaved rope order (pairs 2i, 2i+1, as llama GGUF files have them) to half-split order
+    (pairs i, i + d/2, as transformers has them). weight: [heads * head_dim, …]; heads: key/value heads for k."""
+    if weight.shape[0] % (2 * heads):
+        raise ModelFileError(
+            "q or k rows do not divide into rotary pairs", found=f"{weight.shape[0]} rows, {heads} heads"
+        )
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+class SafetensorsSource:
+    """A transformers directory: config.json, tokenizer.json, model.safetensors or its shards with an index."""
+
+    kind = 1
+
+    def __init__(self, directory: Path) -> None:
+        self.name = directory.name
+        self.config = config_from_transformers(read_json(directory / "config.json"))
+        self.tokenizer = Tokenizer.from_directory(directory)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._places: dict[str, Path] = {}
+        self.file_bytes = 0
+        for path in _weight_files(directory):
+            self._scan(path)
+
+    def _scan(self, path: Path) -> None:
+        with _opened(path) as handle:
+            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                piece = handle.get_slice(name)
+                if piece.get_dtype() not in FLOATS:
+                    raise ModelFileError(
+                        f"the tensor {name} in {path.name} has a type that cannot be loaded",
+                        found=piece.get_dtype(),
+                        needed="F32, F16 or BF16",
+                        do="load the unquantized checkpoint, or a GGUF file of the same model",
+                    )
+                if name in self._places:
+                    raise ModelFileError(f"the tensor {name} stands in two files", found=path.name)
+                shape = tuple(piece.get_shape())
+                self._places[name], self._shapes[name] = path, shape
+                self.file_bytes += _count(shape) * FLOATS[piece.get_dtype()].itemsize
+
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    def dense_bytes(self) -> int:
+        return sum(4 * _count(shape) for shape in self._shapes.values())
+
+    def tensor(self, name: str) -> Tensor:
+        with _opened(self._places[name]) as handle:
+            return handle.get_tensor(name).float()
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelFileError(
+            f"{path.name} cannot be read as safetensors",
+            found=str(error),
+            needed="a complete safetensors file",
+            do="download it again; a partial download and a Git LFS pointer look like this",
+        ) from error
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if index.is_file():
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, Mapping) or not all(isinstance(v, str) for v in listed.values()):
+            raise ModelFileError(f"{index.name} has no weight_map from tensor to file", found=type(listed).__name__)
+        names = sorted(set(listed.values()))
+        outside = [n for n in names if Path(n).name != n]
+        if outside:
+            raise ModelFileError(
+                f"{index.name} points outside the model's folder", found=outside[0], needed="plain file names"
+            )
+        missing = [n for n in names if not (directory / n).is_file()]
+        if missing:
+            raise ModelFileError(
+                f"{len(missing)} of {len(names)} weight files are missing",
+                found="no " + ", ".join(missing[:3]),
+                needed=f"every file that {index.name} names",
+                do="finish the download",
+            )
+        return [directory / n for n in names]
+    if single.is_file():
+        return [single]
+    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    raise ModelFileError(
+        f"{directory.name} holds no safetensors weights",
+        found="pickled weights: " + ", ".join(pickles[:3]) if pickles else "no weight file",
+        needed="model.safetensors, or model.safetensors.index.json and its shards",
+        do="use a safetensors checkpoint: a pickle runs code when it is read" if pickles else "finish the download",
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model folder, or ModelFileError naming the file."""
+    try:
+        if path.stat().st_size > JSON_LIMIT:
+            raise ModelFileError(f"{path.name} is too large to be true", found=f"{path.stat().st_size} bytes")
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(
+            f"{path.name} cannot be read",
+            found=str(error),
+            needed="a JSON object in UTF-8",
+            do="point at a folder that holds config.json, tokenizer.json and safetensors weights",
+        ) from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path.name} is not a JSON object", found=type(value).__name__)
+    return value

@@ -1,0 +1,53 @@
+"""The model as the engine sees it: one ragged forward, and a head.
+
+Prefill chunks, decode and verification are one call over a batch of flattened tokens. The layers themselves live in
+a kernel backend, which packs the weights once (`bind`), resolves a step once (`plan`) and then runs it in one call.
+"""
+
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nanokit.errors import ParameterError
+from nanokit.kernels import reference
+from nanokit.model.batch import Batch
+from nanokit.model.config import ModelConfig
+from nanokit.model.head import FullHead
+from nanokit.model.weights import Weights
+
+# activation mode -> backend that runs it; fp32 is the mode in which the engine equals transformers
+BACKENDS: dict[str, ModuleType] = {"fp32": reference}
+
+
+class BoundModel(Protocol):
+    """What `bind(config, weights)` of a backend returns."""
+
+    def plan(self, batch: Batch, pages: Any) -> Any: ...
+
+    def run(self, plan: Any) -> Tensor: ...
+
+
+class Transformer:
+    """config, bound weights and the head. `forward` gives hidden states [rows, hidden_size] after the final norm
+    and writes the keys and values of the batch's tokens into the pages."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, activations: str = "fp32") -> None:
+        self.config, self.activations = config, check_activations(activations)
+        self.vocab_size = config.vocab_size
+        self.head = FullHead(*weights.head)
+        self._bound: BoundModel = BACKENDS[activations].bind(config, weights)
+
+    def forward(self, batch: Batch, pages: Any) -> Tensor:
+        with torch.inference_mode():
+            return self._bound.run(self._bound.plan(batch, pages))
+
+
+def check_activations(mode: str) -> str:
+    """The activation mode, or ParameterError listing those that exist."""
+    if mode not in BACKENDS:
+        raise ParameterError(
+            "unknown activation mode", found=repr(mode), needed="one of " + ", ".join(BACKENDS)
+        )
+    return mode

@@ -1,0 +1,175 @@
+"""The weights of a model under their own names, and where each file format keeps them.
+
+A linear layer is a pair (weight [out, in], bias [out] or None), fp32. A source (GGUF, safetensors) answers
+`tensor(name)` for the names below; shapes are checked here, once, against the configuration, whatever the source.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from nanokit.errors import ModelFileError
+from nanokit.model.config import ModelConfig
+
+# our name -> (GGUF name, transformers name); layer names get the prefix blk.{i}. or model.layers.{i}.
+GLOBAL_NAMES = {
+    "embedding": ("token_embd", "model.embed_tokens"),
+    "final_norm": ("output_norm", "model.norm"),
+    "head": ("output", "lm_head"),
+}
+LAYER_NAMES = {
+    "attn_norm": ("attn_norm", "input_layernorm"),
+    "q": ("attn_q", "self_attn.q_proj"),
+    "k": ("attn_k", "self_attn.k_proj"),
+    "v": ("attn_v", "self_attn.v_proj"),
+    "o": ("attn_output", "self_attn.o_proj"),
+    "q_norm": ("attn_q_norm", "self_attn.q_norm"),
+    "k_norm": ("attn_k_norm", "self_attn.k_norm"),
+    "ffn_norm": ("ffn_norm", "post_attention_layernorm"),
+    "gate": ("ffn_gate", "mlp.gate_proj"),
+    "up": ("ffn_up", "mlp.up_proj"),
+    "down": ("ffn_down", "mlp.down_proj"),
+}
+
+
+class Linear(NamedTuple):
+    """weight [out, in]; bias [out] or None. Unpacks into torch.nn.functional.linear."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One transformer layer; q_norm and k_norm [head_dim] where the architecture has them."""
+
+    attn_norm: Tensor
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    ffn_norm: Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class Weights:
+    """embedding [vocab_size, hidden_size]; head.weight is the embedding itself in tied models."""
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    final_norm: Tensor
+    head: Linear
+
+
+class TensorSource(Protocol):
+    """A model file, asked for tensors by the file format's own names."""
+
+    kind: int  # 0: GGUF names, 1: transformers names
+
+    def names(self) -> Collection[str]:
+        """Every tensor in the file."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor in fp32, rows and columns as torch has them."""
+        ...
+
+
+def read_weights(config: ModelConfig, source: TensorSource) -> Weights:
+    """Read, check and name every weight. Raises ModelFileError for one that is missing, left over, misshapen or
+    not finite: a tensor that nobody asked for means that the forward would not be the model's."""
+    reader = _Reader(config, source)
+    layers = [reader.layer(index) for index in range(config.num_layers)]
+    embedding = reader.matrix("embedding", (config.vocab_size, config.hidden_size))
+    if config.tied_head:
+        head = Linear(embedding, None)
+    else:
+        head = reader.linear("head", config.vocab_size, config.hidden_size)
+    weights = Weights(embedding, layers, reader.vector("final_norm", config.hidden_size), head)
+    reader.refuse_left_over()
+    return weights
+
+
+class _Reader:
+    def __init__(self, config: ModelConfig, source: TensorSource) -> None:
+        self._config, self._source = config, source
+        self._unread = set(source.names())
+
+    def layer(self, index: int) -> LayerWeights:
+        c, at = self._config, index
+        q_out, kv_out = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        has_head_norms = c.architecture == "qwen3"
+        return LayerWeights(
+            attn_norm=self.vector("attn_norm", c.hidden_size, at),
+            q=self.linear("q", q_out, c.hidden_size, at),
+            k=self.linear("k", kv_out, c.hidden_size, at),
+            v=self.linear("v", kv_out, c.hidden_size, at),
+            o=self.linear("o", c.hidden_size, q_out, at),
+            q_norm=self.vector("q_norm", c.head_dim, at) if has_head_norms else None,
+            k_norm=self.vector("k_norm", c.head_dim, at) if has_head_norms else None,
+            ffn_norm=self.vector("ffn_norm", c.hidden_size, at),
+            gate=self.linear("gate", c.intermediate_size, c.hidden_size, at),
+            up=self.linear("up", c.intermediate_size, c.hidden_size, at),
+            down=self.linear("down", c.hidden_size, c.intermediate_size, at),
+        )
+
+    def vector(self, name: str, length: int, layer: int | None = None) -> Tensor:
+        return self._read(self._name(name, layer) + ".weight", (length,))
+
+    def matrix(self, name: str, shape: tuple[int, int], layer: int | None = None) -> Tensor:
+        return self._read(self._name(name, layer) + ".weight", shape)
+
+    def linear(self, name: str, rows: int, columns: int, layer: int | None = None) -> Linear:
+        base = self._name(name, layer)
+        weight = self._read(base + ".weight", (rows, columns))
+        needs_bias = name in ("q", "k", "v") and self._config.architecture == "qwen2"
+        has_bias = base + ".bias" in self._unread
+        return Linear(weight, self._read(base + ".bias", (rows,)) if needs_bias or has_bias else None)
+
+    def _name(self, name: str, layer: int | None) -> str:
+        kind = self._source.kind
+        if layer is None:
+            return GLOBAL_NAMES[name][kind]
+        return (f"blk.{layer}.", f"model.layers.{layer}.")[kind] + LAYER_NAMES[name][kind]
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._unread:
+            raise ModelFileError(
+                f"the tensor {name} is missing",
+                found=f"{len(self._source.names())} other tensors",
+                needed=f"shape {list(shape)}",
+                do="the file is incomplete or of another architecture: download or convert it again",
+            )
+        self._unread.discard(name)
+        tensor = self._source.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelFileError(
+                f"the tensor {name} has the wrong shape", found=list(tensor.shape), needed=list(shape)
+            )
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
+            raise ModelFileError(
+                f"the tensor {name} holds infinities or NaN",
+                found=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite",
+                needed="finite weights",
+                do="the file is corrupt or was converted with overflow: download or convert it again",
+            )
+        return tensor
+
+    def refuse_left_over(self) -> None:
+        left = sorted(n for n in self._unread if not n.endswith(("rotary_emb.inv_freq", "rope_freqs.weight")))
+        if self._config.tied_head:
+            left = [n for n in left if not n.startswith(GLOBAL_NAMES["head"][self._source.kind] + ".")]
+        if left:
+            raise ModelFileError(
+                "the file holds tensors that this architecture does not use",
+                found=f"{len(left)}: " + ", ".join(left[:4]) + (" …" if len(left) > 4 else ""),
+                needed=f"the tensors of {self._config.architecture} with {self._config.num_layers} layers",
+                do="the architecture named in the file is not what its tensors are; the answers would be wrong",
+            )
