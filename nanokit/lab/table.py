@@ -15,7 +15,7 @@ _CELL = "padding:2px 12px;border-bottom:1px solid rgba(127,127,127,.35)"
 
 @dataclass(frozen=True)
 class Table:
-    """columns: the headers. rows: cells as text, each as long as columns. right: the columns aligned right."""
+    """columns: headers. rows: cells as text, as many as columns. right: the columns aligned right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
