@@ -1,0 +1,192 @@
+"""A panel whose parameters change between the steps of a running generation, with tok/s drawn as it goes.
+
+    LivePanel(stepper, p, "tour")
+
+The stepper is the engine's side: `start` yields what each step produced, `update` changes the running
+generation. Both are called by the panel's one worker thread only, `update` always between two steps, so a
+stepper needs no lock and a change takes effect at a known token. Updating straight from the slider's
+callback was rejected: that is another thread, in the middle of a step.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Protocol
+
+import ipywidgets as widgets
+import plotly.graph_objects as go
+
+from nanokit.errors import NanokitError
+from nanokit.lab import plots
+from nanokit.lab.panelbase import PanelBase, headless
+from nanokit.lab.params import Params, Value
+from nanokit.lab.progress import StoppedError
+
+REDRAW_S = 0.2  # at most five redraws a second: more costs the model time and the eye gains nothing
+WINDOW_S = 1.0  # tok/s is taken over the last second: one step's time jumps too much to read
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step produced. text: new characters, may be "". tokens: how many new tokens."""
+
+    text: str
+    tokens: int = 1
+
+
+class Stepper(Protocol):
+    """A generation that is advanced by iterating and steered between two steps."""
+
+    def start(self, params: Any) -> Iterator[Event]:
+        """Begin; each `next` is one step. Closing the iterator ends the generation."""
+
+    def update(self, params: Any) -> None:
+        """Change the running generation from its next step on."""
+
+
+@dataclass
+class LiveRun:
+    """What a run has shown so far.
+
+    speed: (seconds since Run, tok/s over the last second), the points of the figure. changes: (seconds
+    since Run, what changed), one entry a change. first_s: seconds to the first token, None before it.
+    """
+
+    params: Params
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    first_s: float | None = None
+    speed: list[tuple[float, float]] = field(default_factory=list)
+    changes: list[tuple[float, dict[str, Value]]] = field(default_factory=list)
+
+
+class LivePanel(PanelBase):
+    """Sliders that steer a running generation, its text as it grows, tok/s over time. `result` is a LiveRun.
+
+    Headless it runs once to the end with the given parameters and shows the static figure.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        params: Params,
+        name: str,
+        *,
+        notebook: str = "00_tour.ipynb",
+        interactive: bool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """name: what the measurement lock calls the run. interactive: None = widgets unless `headless()`."""
+        interactive = not headless() if interactive is None else interactive
+        self._stepper, self._clock = stepper, clock
+        self._updates: queue.SimpleQueue[Params] = queue.SimpleQueue()
+        self._text = widgets.HTML(layout=widgets.Layout(width=f"{plots.WIDTH}px"))
+        super().__init__(
+            name,
+            params,
+            speed_figure(LiveRun(params)),
+            notebook=notebook,
+            interactive=interactive,
+            below=(self._text,),
+        )
+        self.controls.on_change(self._slider_moved)
+        if not interactive:
+            self.run_headless(params)
+
+    def measure(self, params: Params, cancel: threading.Event) -> str:
+        """Iterate the stepper to its end, to Stop or to an error; draws what there is in each case."""
+        while not self._updates.empty():
+            self._updates.get()
+        run = self.result = LiveRun(params)
+        started = drawn = self._clock()
+        window: deque[tuple[float, int]] = deque()
+        steps = self._stepper.start(params)
+        try:
+            for event in steps:
+                run.seconds = self._clock() - started
+                _count(run, event, window)
+                if self._clock() - drawn >= REDRAW_S:
+                    drawn = self._clock()
+                    _add_speed(run, window)
+                    self._show(run)
+                if cancel.is_set():
+                    raise StoppedError("the generation was stopped")
+                self._apply_updates(run)
+        finally:
+            close = getattr(steps, "close", None)  # a generator's; a plain iterator has nothing to end
+            if close is not None:
+                close()
+            _add_speed(run, window)
+            self._show(run)
+        return f"{run.tokens} tokens."
+
+    def _slider_moved(self) -> None:
+        """Runs on whatever thread the front end uses: only hands the new parameters over."""
+        if self.status != "running":
+            return
+        try:
+            self._updates.put(self.params)
+        except NanokitError as error:
+            self._fail(error)
+
+    def _apply_updates(self, run: LiveRun) -> None:
+        """Between two steps: the newest of the waiting parameters, if any."""
+        newest = None
+        while not self._updates.empty():
+            newest = self._updates.get()
+        if newest is None:
+            return
+        before, after = run.params.to_dict(), newest.to_dict()
+        changed = {name: value for name, value in after.items() if value != before[name]}
+        if changed:
+            self._stepper.update(newest)
+            run.params = newest
+            run.changes.append((run.seconds, changed))
+
+    def _show(self, run: LiveRun) -> None:
+        self.draw(speed_figure(run))
+        self._text.value = (
+            '<div role="log" style="white-space:pre-wrap;line-height:1.5;max-height:220px;overflow-y:auto;'
+            'border-left:3px solid rgba(127,127,127,.5);padding:2px 12px;margin-top:6px">'
+            f"{escape(run.text)}</div>"
+        )
+
+
+def _count(run: LiveRun, event: Event, window: deque[tuple[float, int]]) -> None:
+    run.text += event.text
+    run.tokens += event.tokens
+    if run.first_s is None and event.tokens:
+        run.first_s = run.seconds
+    window.append((run.seconds, event.tokens))
+    while len(window) > 2 and run.seconds - window[0][0] > WINDOW_S:
+        window.popleft()
+
+
+def _add_speed(run: LiveRun, window: deque[tuple[float, int]]) -> None:
+    """Tokens after the oldest event of the window, over the time since it: n intervals, not n + 1 points."""
+    if len(window) < 2 or window[-1][0] == window[0][0]:
+        return
+    tokens = sum(count for _, count in window) - window[0][1]
+    point = (round(window[-1][0], 3), round(tokens / (window[-1][0] - window[0][0]), 2))
+    if not run.speed or run.speed[-1][0] < point[0]:
+        run.speed.append(point)
+
+
+def speed_figure(run: LiveRun) -> go.Figure:
+    """tok/s over the seconds since Run, a dashed line where a parameter changed."""
+    now = f"{run.speed[-1][1]:.1f} tok/s" if run.speed else "no token yet"
+    fig = plots.lines(
+        f"Speed of the running generation: {now}",
+        {"decode": ([t for t, _ in run.speed], [speed for _, speed in run.speed])},
+        x="time since Run (s)",
+        y="speed (tok/s, last second)",
+        summary=f"Decoding speed over time, {run.tokens} tokens in {run.seconds:.1f} s, now {now}.",
+    )
+    for at, changed in run.changes:
+        plots.mark(fig, ", ".join(f"{name} {value}" for name, value in changed.items()), x=at)
+    return fig
