@@ -23,7 +23,7 @@ from nanokit.quant.blocks import Unpacked, floats, nibbles
 
 
 def _planes(packed: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """uint8 [n, bytes] -> uint8 [n, bytes * 8 // bits]: of each `run` bytes, plane after plane of `bits` bits."""
+    """uint8 [n, bytes] -> uint8 [n, bytes * 8 // bits]: of each `run` bytes, plane after plane."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
     planes = packed.reshape(len(packed), -1, 1, run) >> shifts
     planes &= np.uint8((1 << bits) - 1)
