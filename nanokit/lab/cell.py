@@ -154,10 +154,15 @@ def differences(nb: nbformat.NotebookNode, cls: type[Params]) -> list[str]:
 
 @dataclass(frozen=True)
 class Resolved:
-    """injected: what goes into the notebook, as given. full: every parameter's value, for the record."""
+    """injected: what goes into the notebook, as given. full: every parameter's value, for the record.
+
+    declared: a dataclass stands behind the notebook, so that full is what its Result must have been measured
+    with.
+    """
 
     injected: dict[str, Value]
     full: dict[str, Value]
+    declared: bool
 
 
 def resolve(nb: nbformat.NotebookNode, given: Mapping[str, str | Value]) -> Resolved:
@@ -180,12 +185,12 @@ def resolve(nb: nbformat.NotebookNode, given: Mapping[str, str | Value]) -> Reso
     if cls is None:
         for name, value in values.items():
             _check_type(name, types[name], value)
-        return Resolved(values, {**defaults, **values})
+        return Resolved(values, {**defaults, **values}, declared=False)
     if set(cls.KNOBS) != set(cell):
         raise NotebookRunError(
             "the parameters cell and its class differ", found="; ".join(differences(nb, cls))
         )
-    return Resolved(values, cls.from_mapping({**defaults, **values}).to_dict())
+    return Resolved(values, cls.from_mapping({**defaults, **values}).to_dict(), declared=True)
 
 
 def _check_type(name: str, type_name: str, value: Any) -> None:
