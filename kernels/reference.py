@@ -118,9 +118,7 @@ class Bound:
         slots: list[int] = []
         sequences = []
         size = pages.block_size
-        for query_len, kv_len, table in zip(
-            batch.query_lens, batch.kv_lens, batch.block_tables, strict=True
-        ):
+        for query_len, kv_len, table in zip(batch.query_lens, batch.kv_lens, batch.block_tables, strict=True):
             if query_len == 0:
                 continue
             new = range(kv_len - query_len, kv_len)

@@ -50,7 +50,9 @@ class ModelConfig:
                 needed="a whole number of query heads for each key/value head",
             )
         if self.head_dim % 2:
-            raise ModelFileError("rotary embedding needs pairs of dimensions", found=f"head_dim {self.head_dim}")
+            raise ModelFileError(
+                "rotary embedding needs pairs of dimensions", found=f"head_dim {self.head_dim}"
+            )
 
 
 def check_architecture(name: object) -> str:
@@ -120,7 +122,9 @@ def config_from_transformers(raw: Mapping[str, Any]) -> ModelConfig:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     quantization = raw.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        method = (
+            quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        )
         raise ModelFileError(
             f"safetensors quantized with {method} cannot be loaded",
             found=f"quantization_config in config.json, method {method!r}",
@@ -128,7 +132,9 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             do="load the unquantized checkpoint, or a GGUF file of the same model",
         )
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
-        raise ModelFileError("sliding-window attention is not supported", found="use_sliding_window in config.json")
+        raise ModelFileError(
+            "sliding-window attention is not supported", found="use_sliding_window in config.json"
+        )
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelFileError("the feed-forward activation is not supported", found=activation, needed="silu")
@@ -147,7 +153,9 @@ def _rope_from_transformers(raw: Mapping[str, Any]) -> Rope:
         )
     scaling = nested or legacy
     if float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise ModelFileError("partial rotary embedding is not supported", found="partial_rotary_factor below 1")
+        raise ModelFileError(
+            "partial rotary embedding is not supported", found="partial_rotary_factor below 1"
+        )
     return _scaled(bases.pop(), str(scaling.get("rope_type", scaling.get("type", "default"))), scaling)
 
 
@@ -177,7 +185,9 @@ def _scaled(base: float, kind: str, scaling: Mapping[str, Any]) -> Rope:
 def _positive(raw: Mapping[str, Any], key: str) -> float:
     value = _number(raw, key)
     if not 0 < value < float("inf"):
-        raise ModelFileError(f"the rope parameter {key} is not usable", found=value, needed="a positive number")
+        raise ModelFileError(
+            f"the rope parameter {key} is not usable", found=value, needed="a positive number"
+        )
     return value
 
 

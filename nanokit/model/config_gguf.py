@@ -27,7 +27,9 @@ def config_from_gguf(
     if keys.get("expert_count", 0):
         raise ModelFileError("mixture-of-experts models are not supported", found=f"{arch}.expert_count")
     if keys.get("attention.sliding_window", 0):
-        raise ModelFileError("sliding-window attention is not supported", found=f"{arch}.attention.sliding_window")
+        raise ModelFileError(
+            "sliding-window attention is not supported", found=f"{arch}.attention.sliding_window"
+        )
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", hidden // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -99,7 +101,9 @@ def _rope(keys: _Keys, head_dim: int, frequency_factors: Sequence[float] | None)
     if keys.get("rope.scaling.type") == "none" and factor != 1.0:
         raise ModelFileError("rope scaling contradicts itself", found=f"type none, factor {factor:g}")
     if not 0 < factor < float("inf"):
-        raise ModelFileError("the rope scaling factor is not usable", found=factor, needed="a positive number")
+        raise ModelFileError(
+            "the rope scaling factor is not usable", found=factor, needed="a positive number"
+        )
     if frequency_factors is None:
         return Rope(base, linear_factor=factor)
     factors = tuple(float(f) for f in frequency_factors)

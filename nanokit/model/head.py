@@ -38,9 +38,7 @@ class Head(Protocol):
 
     vocab_size: int
 
-    def logits(
-        self, hidden: Tensor, ids: Tensor | None = None, edits: Edits | None = None
-    ) -> Tensor:
+    def logits(self, hidden: Tensor, ids: Tensor | None = None, edits: Edits | None = None) -> Tensor:
         """Logits of all ids [rows, vocab_size], or of the given ids [rows, len(ids)]."""
         ...
 
@@ -74,9 +72,7 @@ class FullHead:
         self.weight, self.bias = weight, bias
         self.vocab_size = weight.shape[0]
 
-    def logits(
-        self, hidden: Tensor, ids: Tensor | None = None, edits: Edits | None = None
-    ) -> Tensor:
+    def logits(self, hidden: Tensor, ids: Tensor | None = None, edits: Edits | None = None) -> Tensor:
         weight, bias = self.weight, self.bias
         if ids is not None:
             weight, bias = weight[ids], None if bias is None else bias[ids]

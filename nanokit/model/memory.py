@@ -32,7 +32,9 @@ def parse_bytes(value: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     if match is None or match[2].upper() not in UNITS:
         raise ParameterError(
-            "not a memory size", found=repr(value), needed="bytes, or a number with KiB, MiB, GiB, KB, MB or GB"
+            "not a memory size",
+            found=repr(value),
+            needed="bytes, or a number with KiB, MiB, GiB, KB, MB or GB",
         )
     return int(float(match[1]) * UNITS[match[2].upper()])
 
@@ -46,7 +48,9 @@ def human(nbytes: float) -> str:
     return f"{nbytes:.2f} GiB"
 
 
-def check_budget(weight_bytes: int, kv_bytes: int, what: str, kv_advice: str, free: int | None = None) -> None:
+def check_budget(
+    weight_bytes: int, kv_bytes: int, what: str, kv_advice: str, free: int | None = None
+) -> None:
     """Raises MemoryBudgetError if weights + KV pages exceed `free` (now, if None).
 
     kv_advice: how the KV pages could be smaller, as the error's advice.
@@ -55,7 +59,9 @@ def check_budget(weight_bytes: int, kv_bytes: int, what: str, kv_advice: str, fr
     if weight_bytes + kv_bytes <= free:
         return
     if weight_bytes > free:
-        advice = "use a smaller or more strongly quantized model, or free memory: the weights alone do not fit"
+        advice = (
+            "use a smaller or more strongly quantized model, or free memory: the weights alone do not fit"
+        )
     else:
         advice = kv_advice
     raise MemoryBudgetError(

@@ -5,7 +5,9 @@ before anything is allocated. `torch` pickles (.bin, .pt) are refused: reading o
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,23 +20,48 @@ from nanokit.gguf.reader import GGUFFile
 from nanokit.model.config import ModelConfig, config_from_transformers
 from nanokit.model.config_gguf import config_from_gguf
 from nanokit.model.tokenizer import Tokenizer
-from nanokit.model.weights import TensorSource
+from nanokit.model.weights import GLOBAL_NAMES, TensorSource
 
 JSON_LIMIT = 64 << 20
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its shape, and the bytes that it takes there."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 class ModelSource(TensorSource, Protocol):
-    """A model that has been opened but not read."""
+    """A model that has been opened but not read. name: the file's or folder's own."""
 
     name: str
     config: ModelConfig
     tokenizer: Tokenizer
-    file_bytes: int  # bytes of all weights as stored
+    stored: dict[str, Stored]
 
-    def dense_bytes(self) -> int:
-        """Bytes of all weights in fp32."""
-        ...
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a model's weights. dense: all of them in fp32. per_token_*: what one decoded token reads, as stored
+    and in fp32: everything but the embedding table, of which it reads a row, unless the head is tied to it."""
+
+    dense: int
+    per_token_stored: int
+    per_token_dense: int
+
+
+def footprint(source: ModelSource) -> Footprint:
+    """The bytes of an opened model."""
+    skipped = "" if source.config.tied_head else GLOBAL_NAMES["embedding"][source.kind] + ".weight"
+    read = [tensor for name, tensor in source.stored.items() if name != skipped]
+    return Footprint(
+        dense=sum(4 * math.prod(tensor.shape) for tensor in source.stored.values()),
+        per_token_stored=sum(tensor.nbytes for tensor in read),
+        per_token_dense=sum(4 * math.prod(tensor.shape) for tensor in read),
+    )
 
 
 class GGUFSource:
@@ -60,13 +87,10 @@ class GGUFSource:
             frequency_factors=None if factors is None else factors.tolist(),
         )
         self.tokenizer = Tokenizer.from_gguf(self._file.metadata)
-        self.file_bytes = sum(info.nbytes for info in infos.values())
+        self.stored = {name: Stored(info.shape, info.nbytes) for name, info in infos.items()}
 
     def names(self) -> Collection[str]:
-        return self._file.tensors.keys()
-
-    def dense_bytes(self) -> int:
-        return sum(4 * _count(info.shape) for info in self._file.tensors.values())
+        return self.stored.keys()
 
     def tensor(self, name: str) -> Tensor:
         tensor = torch.from_numpy(self._file.tensor(name))
@@ -96,9 +120,8 @@ class SafetensorsSource:
         self.name = directory.name
         self.config = config_from_transformers(read_json(directory / "config.json"))
         self.tokenizer = Tokenizer.from_directory(directory)
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.stored: dict[str, Stored] = {}
         self._places: dict[str, Path] = {}
-        self.file_bytes = 0
         for path in _weight_files(directory):
             self._scan(path)
 
@@ -116,25 +139,15 @@ class SafetensorsSource:
                 if name in self._places:
                     raise ModelFileError(f"the tensor {name} stands in two files", found=path.name)
                 shape = tuple(piece.get_shape())
-                self._places[name], self._shapes[name] = path, shape
-                self.file_bytes += _count(shape) * FLOATS[piece.get_dtype()].itemsize
+                self._places[name] = path
+                self.stored[name] = Stored(shape, math.prod(shape) * FLOATS[piece.get_dtype()].itemsize)
 
     def names(self) -> Collection[str]:
-        return self._places.keys()
-
-    def dense_bytes(self) -> int:
-        return sum(4 * _count(shape) for shape in self._shapes.values())
+        return self.stored.keys()
 
     def tensor(self, name: str) -> Tensor:
         with _opened(self._places[name]) as handle:
             return handle.get_tensor(name).float()
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _opened(path: Path) -> Any:
@@ -154,7 +167,9 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.is_file():
         listed = read_json(index).get("weight_map")
         if not isinstance(listed, Mapping) or not all(isinstance(v, str) for v in listed.values()):
-            raise ModelFileError(f"{index.name} has no weight_map from tensor to file", found=type(listed).__name__)
+            raise ModelFileError(
+                f"{index.name} has no weight_map from tensor to file", found=type(listed).__name__
+            )
         names = sorted(set(listed.values()))
         outside = [n for n in names if Path(n).name != n]
         if outside:
@@ -177,7 +192,9 @@ def _weight_files(directory: Path) -> list[Path]:
         f"{directory.name} holds no safetensors weights",
         found="pickled weights: " + ", ".join(pickles[:3]) if pickles else "no weight file",
         needed="model.safetensors, or model.safetensors.index.json and its shards",
-        do="use a safetensors checkpoint: a pickle runs code when it is read" if pickles else "finish the download",
+        do="use a safetensors checkpoint: a pickle runs code when it is read"
+        if pickles
+        else "finish the download",
     )
 
 

@@ -15,7 +15,8 @@ from nanokit.kernels import reference
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig
 from nanokit.model.head import FullHead
-from nanokit.model.weights import Weights
+from nanokit.model.source import ModelSource, footprint
+from nanokit.model.weights import read_weights
 
 # activation mode -> backend that runs it; fp32 is the mode in which the engine equals transformers
 BACKENDS: dict[str, ModuleType] = {"fp32": reference}
@@ -30,16 +31,20 @@ class BoundModel(Protocol):
 
 
 class Transformer:
-    """config, bound weights and the head. `forward` gives hidden states [rows, hidden_size] after the final norm
-    and writes the keys and values of the batch's tokens into the pages."""
+    """config, bound weights and the head; name and footprint are those of the source it was read from."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, activations: str = "fp32") -> None:
+    def __init__(self, source: ModelSource, config: ModelConfig, activations: str = "fp32") -> None:
+        """Read the weights of an opened source. config: the source's own, or one with an overridden rope."""
+        weights = read_weights(config, source)
+        self.name, self.footprint = source.name, footprint(source)
         self.config, self.activations = config, check_activations(activations)
         self.vocab_size = config.vocab_size
         self.head = FullHead(*weights.head)
         self._bound: BoundModel = BACKENDS[activations].bind(config, weights)
 
     def forward(self, batch: Batch, pages: Any) -> Tensor:
+        """Hidden states after the final norm, [rows, hidden_size]; the keys and values of the batch's tokens are in
+        the pages afterwards."""
         with torch.inference_mode():
             return self._bound.run(self._bound.plan(batch, pages))
 

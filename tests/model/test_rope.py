@@ -14,10 +14,14 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 @pytest.mark.parametrize(
-    "rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, LLAMA3], ids=lambda r: r["rope_type"]
+    "rope",
+    [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, LLAMA3],
+    ids=lambda r: r["rope_type"],
 )
 def test_cos_and_sin_equal_transformers(rope: dict) -> None:
-    config = LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters={"rope_theta": 5e5, **rope})
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters={"rope_theta": 5e5, **rope}
+    )
     ours = config_from_transformers(config.to_dict()).rope.inverse_frequencies(64)
     positions = torch.tensor([[0, 1, 17, 500, 8191, 131071]])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
@@ -28,7 +32,9 @@ def test_cos_and_sin_equal_transformers(rope: dict) -> None:
 
 def test_llama3_scaling_as_a_tensor_equals_the_rule() -> None:
     """llama.cpp stores llama3 scaling as divisors in rope_freqs.weight and says nothing in the metadata."""
-    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters={"rope_theta": 5e5, **LLAMA3})
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, rope_parameters={"rope_theta": 5e5, **LLAMA3}
+    )
     rule = config_from_transformers(config.to_dict()).rope
     plain = Rope(rule.base).inverse_frequencies(64)
     factors = tuple((plain / rule.inverse_frequencies(64)).tolist())

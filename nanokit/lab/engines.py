@@ -1,0 +1,18 @@
+"""One engine a model for everything in a notebook: a cell, a panel and a repeat must not load it three times."""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanokit.engine.load import LoadedEngine
+
+
+@lru_cache(maxsize=2)
+def engine_for(model: str = "", activations: str = "fp32") -> "LoadedEngine":
+    """The engine of a model, loaded at first use and kept; the two used last stay in memory.
+
+    model: as for `nanokit.load`; empty is the default model, fetched if it is not in the cache.
+    """
+    from nanokit.engine.load import load
+
+    return load(model or None, activations=activations)

@@ -1,0 +1,120 @@
+"""The tour's experiment: a model answers, and the time of a token is taken apart.
+
+Prefill is timed as the first token of a prompt that nothing has cached, decode as the gaps between the tokens that
+follow; every repeat takes a new random prompt, and this machine's streaming bandwidth is measured in between, so that
+a slow minute hits all three alike. A decoded token reads every weight once, so bytes per token over bandwidth is the
+time that no better code can go below: the share of that limit is what later notebooks work on.
+"""
+
+import random
+import statistics
+import threading
+from dataclasses import dataclass
+
+from nanokit.engine.load import LoadedEngine
+from nanokit.engine.sampling import Sampling
+from nanokit.lab.engines import engine_for
+from nanokit.lab.lock import measuring
+from nanokit.lab.machine import measure_bandwidth
+from nanokit.lab.params import Params, experiment_params, knob
+from nanokit.lab.progress import Progress, Silent, stop_if
+from nanokit.lab.result import Result
+
+DECODED = (
+    24  # tokens timed after each prompt: long enough for a median, short enough not to leave the context
+)
+
+
+@experiment_params
+class TourParams(Params):
+    """What the model is asked, and how long the prompts are that are timed."""
+
+    model: str = knob("", "GGUF file, folder of safetensors or hub name; empty is the default model")
+    question: str = knob("Write three sentences about the moon.", "what the model is asked")
+    max_tokens: int = knob(
+        0, "longest answer", unit="tokens", low=1, high=512, by_preset={"smoke": 16, "quick": 48, "full": 128}
+    )
+    temperature: float = knob(0.0, "randomness of the answer, 0 is greedy", low=0.0, high=2.0, step=0.1)
+    prompt_tokens: int = knob(
+        0, "length of the timed prompts", unit="tokens", low=16, high=2048, step=16,
+        by_preset={"smoke": 64, "quick": 256, "full": 512},
+    )  # fmt: skip
+    repeats: int = knob(
+        0, "timed prompts", unit="runs", low=2, high=50, by_preset={"smoke": 2, "quick": 5, "full": 15}
+    )
+    seed: int = knob(0, "seed of the random prompts and of sampling", low=0, high=2**31 - 1)
+
+
+@dataclass(frozen=True)
+class TourResult(Result):
+    """The answer in `texts`, times and bytes in `metrics`; nothing more is needed to draw it."""
+
+    @property
+    def answer(self) -> str:
+        """What the model said."""
+        return self.texts["answer"]
+
+
+def tour(
+    p: TourParams, *, progress: Progress | None = None, cancel: threading.Event | None = None
+) -> TourResult:
+    """Answer the question, then time prefill, decode and streaming in turns.
+
+    Raises StoppedError when cancelled, BusyError while something else is measured, and what `nanokit.load` raises.
+    """
+    progress = progress or Silent()
+    with measuring("the tour"):
+        progress.start(p.repeats + 2, "loading the model")
+        engine = engine_for(p.model)
+        model, footprint = engine.model, engine.model.footprint
+        progress.step("answering")
+        answer = engine.chat(
+            [{"role": "user", "content": p.question}],
+            Sampling(max_tokens=p.max_tokens, temperature=p.temperature, seed=p.seed),
+        )
+        progress.step("timing")
+        samples: dict[str, list[float]] = {
+            "prefill_tok_per_s": [],
+            "decode_ms_per_token": [],
+            "stream_gb_s": [],
+        }
+        _time_once(engine, p, -1)  # warm-up: first touches of weights and pages are not what a token costs
+        for repeat in range(p.repeats):
+            stop_if(cancel)
+            prefill, decode = _time_once(engine, p, repeat)
+            samples["prefill_tok_per_s"].append(prefill)
+            samples["decode_ms_per_token"].extend(decode)
+            streamed = measure_bandwidth(repeats=3, buffer_bytes=footprint.per_token_dense)
+            samples["stream_gb_s"].extend(streamed.samples_gb_s)
+            progress.step()
+    metrics = _metrics(samples, footprint.per_token_dense, footprint.per_token_stored)
+    metrics |= {"answer_tokens": answer.generated_tokens, "answer_ttft_ms": answer.timings.ttft_ms or 0.0}
+    settings = {"model": model.name, "activations": model.activations, "timed_tokens": DECODED}
+    texts = {"question": p.question, "answer": answer.text, "finish_reason": str(answer.finish_reason)}
+    return TourResult(p, metrics, samples, settings, texts)
+
+
+def _time_once(engine: LoadedEngine, p: TourParams, repeat: int) -> tuple[float, list[float]]:
+    """Prefill in tokens per second and the milliseconds of each decoded token, for a prompt never seen before."""
+    draw = random.Random(p.seed * 1000 + repeat)
+    prompt = [draw.randrange(engine.model.vocab_size) for _ in range(p.prompt_tokens)]
+    [done] = engine.generate([prompt], Sampling(max_tokens=DECODED + 1, ignore_eos=True))
+    assert done.timings.ttft_ms is not None
+    return p.prompt_tokens / (done.timings.ttft_ms / 1e3), done.timings.itl_ms
+
+
+def _metrics(samples: dict[str, list[float]], weight_bytes: int, stored_bytes: int) -> dict[str, float]:
+    prefill, decode, stream = (statistics.median(values) for values in samples.values())
+    limit = weight_bytes / (stream * 1e9) * 1e3
+    return {
+        "prefill_tok_per_s": prefill,
+        "prefill_ms_per_token": 1e3 / prefill,
+        "decode_ms_per_token": decode,
+        "decode_tok_per_s": 1e3 / decode,
+        "stream_gb_s": stream,
+        "bytes_per_token": weight_bytes,
+        "stored_bytes_per_token": stored_bytes,
+        "limit_ms_per_token": limit,
+        "stored_limit_ms_per_token": stored_bytes / (stream * 1e9) * 1e3,
+        "decode_limit_share": limit / decode,
+    }
