@@ -3,8 +3,8 @@
 A `Format` knows how many weights and bytes a block has and how to read one. Formats that kernels are made
 for (`has_codes`) decode to a `QTensor`; the plain ones are numbers already; the rest (the IQ1/IQ2/IQ3
 grids, ternary, NVFP4) only dequantize, through the `gguf` library, which holds their large tables. Values
-are bit equal to that library's for every type. Rejected: the library for all types (16 rows at a time, with
-several temporaries each: many times slower on Q4_1), and a class per format with inheritance (a table of
+are bit equal to that library's for every type. Rejected: the library for all types (slower for each of the
+common ones, and its whole result has to be copied), and a class per format with inheritance (a table of
 functions says the same).
 """
 
@@ -105,7 +105,8 @@ def _by_library(name: str, part: np.ndarray) -> np.ndarray:
     from gguf import GGMLQuantizationType, quants  # slow to import, and only rare files need it
 
     try:
-        return quants.dequantize(part, GGMLQuantizationType[name])
+        # As one row: the library walks through 16 rows at a time.
+        return quants.dequantize(part.reshape(1, -1), GGMLQuantizationType[name])
     except (KeyError, NotImplementedError) as error:
         raise ModelFileError(
             f"the installed gguf library cannot dequantize {name}",
