@@ -208,9 +208,8 @@ def _read_array(cursor: _Cursor, what: str) -> list[Any]:
         )
     if type_id == types.STRING:
         return _read_strings(cursor, what, n)
-    layout = types.SCALARS[type_id][1]
-    begin = cursor.need(n * layout.size, what)
-    values: list[Any] = np.frombuffer(cursor.mapped, layout.format, n, begin).tolist()
+    begin = cursor.need(n * least, what)
+    values: list[Any] = np.frombuffer(cursor.mapped, types.SCALARS[type_id][1].format, n, begin).tolist()
     return [_as_bool(cursor, what, value) for value in values] if type_id == types.BOOL else values
 
 
