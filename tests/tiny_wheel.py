@@ -56,7 +56,7 @@ def leftovers(home: Path) -> list[str]:
 
 
 def real_pip(monkeypatch, *, index: Path) -> None:
-    """Let pip find wheels in the folder `index` and nowhere else, whatever this machine's configuration says."""
+    """Let pip find wheels in the folder `index` and nowhere else, whatever the machine's configuration says."""
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))

