@@ -27,7 +27,7 @@ from nanokit.lab.table import Table
 
 @dataclass(frozen=True)
 class Point:
-    """One combination. params: those of the grid. status: "ok", "skipped" (an older run counts) or "failed"."""
+    """One combination. params: the grid's. status: "ok", "skipped" (an older run counts) or "failed"."""
 
     params: dict[str, Value]
     status: str

@@ -32,7 +32,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nanokit.errors import ParameterError
-from nanokit.lab.values import TYPE_NAMES, closest, literal, parse_value
+from nanokit.lab.values import TYPE_NAMES, closest, literal, parse_value, type_name_of
 
 PRESETS = ("smoke", "quick", "full")
 
@@ -187,11 +187,14 @@ def _contradiction(knob_: Knob) -> str | None:
     """What is wrong with the declaration, or None. `=` and `#` in a line would blind papermill's parser."""
     if knob_.type_name not in TYPE_NAMES:
         return f"type {knob_.type_name}; allowed are {', '.join(TYPE_NAMES)}"
+    if knob_.by_preset and (set(knob_.by_preset) != set(PRESETS) or knob_.default):
+        return f"by_preset needs an empty default and the keys {', '.join(PRESETS)}"
     line = f"{literal(knob_.default)} {knob_.comment}"
     if not knob_.help or any(sign in line for sign in "#=\n"):
         return "help is needed, and neither help nor default may hold `#`, `=` or a line break"
-    if knob_.by_preset and (set(knob_.by_preset) != set(PRESETS) or knob_.default):
-        return f"by_preset needs an empty default and the keys {', '.join(PRESETS)}"
+    for value in [knob_.default, *knob_.by_preset.values()]:
+        if value != [] and type_name_of(value) != knob_.type_name:
+            return f"{value!r} is not of type {knob_.type_name}"
     for value in knob_.by_preset.values() or [knob_.default]:
         try:
             knob_.check(value)

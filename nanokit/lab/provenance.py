@@ -4,7 +4,6 @@ The code is hashed as well as the commit named, because most runs of a research 
 changes: a grid that resumes must notice them.
 """
 
-import functools
 import hashlib
 import subprocess
 import sys
@@ -47,9 +46,8 @@ def _git(*arguments: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-@functools.cache
 def code_hash() -> str:
-    """SHA-256 of the package's sources, kernels included, as they are on disk at the first call."""
+    """SHA-256 of the package's sources, kernels included, as they are on disk now."""
     import nanokit.kernels
 
     digest = hashlib.sha256()
@@ -69,14 +67,8 @@ def input_files(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         try:
             path = Path(value).expanduser()
-            files = (
-                [path]
-                if path.is_file()
-                else [p for p in path.glob("*") if p.is_file()]
-                if path.is_dir()
-                else []
-            )
-            facts = [p.stat() for p in files]
+            inside = path.glob("*") if path.is_dir() else [path]
+            facts = [p.stat() for p in inside if p.is_file()]
         except (OSError, ValueError):
             continue
         if facts:

@@ -1,10 +1,10 @@
-"""Run records: one JSON line per run, appended to `records.jsonl` in the run folder, also for runs that
-failed.
+"""Run records: one JSON line per run in the run folder's `records.jsonl`, also for runs that failed.
 
-    {"schema": "nanokit.run/1", "run_id": ..., "notebook": "00_tour", "notebook_sha256": ..., "code_sha256": ...,
-     "git": {"commit": ..., "dirty": false} | null, "params": {...}, "inputs": {...}, "metrics": {...},
-     "samples": {...}, "settings": {...}, "texts": {...}, "machine": {...}, "versions": {...}, "started": ...,
-     "duration_s": ..., "status": "ok" | "failed" | "interrupted", "error": {...} | null, "output": "....ipynb" | null}
+    {"schema": "nanokit.run/1", "run_id": ..., "notebook": "00_tour", "notebook_sha256": ...,
+     "code_sha256": ..., "git": {"commit": ..., "dirty": false} | null, "params": {...}, "inputs": {...},
+     "metrics": {...}, "samples": {...}, "settings": {...}, "texts": {...}, "machine": {...},
+     "versions": {...}, "started": ..., "duration_s": ..., "status": "ok" | "failed" | "interrupted",
+     "error": {"cell": 3, "type": ..., "message": ...} | null, "output": "....ipynb" | null}
 
 One record, two writers: a notebook's last cell says `lab.record(result)`. Under `nanokit run` the environment
 variable NANOKIT_RECORD names a file: the cell leaves the result's part there and the runner, which also knows
@@ -131,7 +131,7 @@ def _ends_line(path: Path) -> bool:
 
 
 def read_records(runs: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """All records, oldest first, and one sentence for each line that is none ("records.jsonl line 3: ...")."""
+    """All records, oldest first, and one sentence for each line that is none."""
     path = runs / "records.jsonl"
     records: list[dict[str, Any]] = []
     problems = []
@@ -189,13 +189,18 @@ def _finite(value: Any) -> Any:
 
 
 def _loads(line: bytes) -> dict[str, Any]:
-    """One line as a record of our schema; metrics and samples, which hold numbers only, get theirs back."""
+    """One line as a record of our schema."""
     found = json.loads(line)
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise RecordError(f"not a record of schema {SCHEMA}")
     missing = [key for key in ("run_id", "params", "metrics", "status") if key not in found]
     if missing:
         raise RecordError(f"without {', '.join(missing)}")
+    return _with_numbers(found)
+
+
+def _with_numbers(found: dict[str, Any]) -> dict[str, Any]:
+    """Metrics and samples hold numbers only, so a text among them is the name of one that is not finite."""
     found["metrics"] = {k: NOT_FINITE.get(v, v) for k, v in found["metrics"].items()}
     found["samples"] = {k: [NOT_FINITE.get(x, x) for x in v] for k, v in found.get("samples", {}).items()}
     return found
@@ -203,7 +208,7 @@ def _loads(line: bytes) -> dict[str, Any]:
 
 def read_part(path: Path) -> dict[str, Any]:
     """What the notebook's `record(result)` left for the runner, {} when it left nothing."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    return _with_numbers(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -63,7 +63,7 @@ def repeat_run(
 
 
 def comparable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Every metric, sample list and text of a record that has to be equal on repetition, by a readable name."""
+    """What has to be equal on repetition (metrics, sample lists, texts), by a readable name."""
     found = {f"metric {name}": value for name, value in record["metrics"].items() if not is_timing(name)}
     found |= {f"samples {name}": value for name, value in record["samples"].items() if not is_timing(name)}
     return found | {f"text {name}": value for name, value in record.get("texts", {}).items()}

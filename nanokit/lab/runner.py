@@ -32,7 +32,7 @@ import nbformat
 from nanokit.errors import NotebookRunError
 from nanokit.lab.cell import content_hash, find_notebook, read_notebook, resolve
 from nanokit.lab.params import Value
-from nanokit.lab.provenance import input_files, provenance, without_paths
+from nanokit.lab.provenance import code_hash, input_files, provenance, without_paths
 from nanokit.lab.records import (
     PART_VARIABLE,
     append_record,
@@ -72,6 +72,10 @@ def run_notebook(
     nb = read_notebook(source)
     resolved = resolve(nb, params or {})
     runs = (runs or default_runs_dir()).resolve()
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(runs, error) from error
     started, clock = datetime.now(UTC), time.perf_counter()
     run_id = new_run_id(started)
     stamp, _, short = run_id.partition("-")
@@ -81,32 +85,27 @@ def run_notebook(
         "run_id": run_id,
         "notebook": source.stem,
         "notebook_sha256": content_hash(nb),
+        "code_sha256": code_hash(),  # before the kernel imports it, not when the last cell records
         "params": resolved.full,
         "inputs": input_files(resolved.full),
-        "metrics": {},
         "started": started.isoformat(timespec="seconds"),
     }
+    found: dict[str, Any] = {}
     status, failure = "failed", None
     try:
-        runs.mkdir(parents=True, exist_ok=True)
         failure = _execute(nb, source, output, part, resolved.injected, cell_timeout_s)
         found = read_part(part)
         if failure is None and resolved.declared and found.get("params", resolved.full) != resolved.full:
             failure = Failure(0, "other parameters", f"the notebook measured with {found['params']}")
-        line |= found | {"params": resolved.full}
         status = "failed" if failure else "ok"
     except KeyboardInterrupt:
         status = "interrupted"
         raise
     except OSError as error:
-        raise NotebookRunError(
-            "the run folder cannot be written",
-            found=f"{error.strerror} ({error.filename or runs})",
-            do="free space, or set NANOKIT_RUNS to a folder that can be written",
-        ) from error
+        raise _unwritable(runs, error) from error
     finally:
         part.unlink(missing_ok=True)
-        line |= {} if "machine" in line else provenance()
+        line = {"metrics": {}} | (found or provenance()) | line
         line |= {
             "duration_s": round(time.perf_counter() - clock, 3),
             "status": status,
@@ -119,9 +118,17 @@ def run_notebook(
     return Run(output, line)
 
 
+def _unwritable(runs: Path, error: OSError) -> NotebookRunError:
+    return NotebookRunError(
+        "the run folder cannot be written",
+        found=f"{error.strerror} ({error.filename or runs})",
+        do="free space, or set NANOKIT_RUNS to a folder that can be written",
+    )
+
+
 @dataclass(frozen=True)
 class Failure:
-    """Where and how a notebook stopped. cell: number of the cell in the source notebook, from 1; 0 for none."""
+    """Where and how a notebook stopped. cell: its number in the source notebook, from 1; 0 for none."""
 
     cell: int
     kind: str
