@@ -105,10 +105,11 @@ def kept(logits: Tensor, sampling: Sampling) -> NDArray[np.int64]:
 def filtered_draw(logits: Tensor, row: Row) -> int:
     """The token of one row whose sampling filters. logits: fp32 [V], edits applied. Raises NanokitError."""
     logits = logits.float().cpu()
-    if bool(torch.isnan(logits).any()) or bool(torch.isposinf(logits).any()):
-        raise _not_finite(row)
-    if not bool(torch.isfinite(logits).any()):
+    top = logits.max().item()  # NaN if any is
+    if top == -np.inf:
         raise _all_masked(row)
+    if not np.isfinite(top):
+        raise _not_finite(row)
     ids = kept(logits, row.sampling)
     scores = logits.numpy()[ids] / np.float32(row.sampling.temperature)
     return int(ids[np.argmax(scores + gumbel_of(row.seed, row.position, ids))])

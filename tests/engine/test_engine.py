@@ -233,6 +233,36 @@ def test_a_stream_that_is_left_early_aborts_its_request():
     assert engine._inboxes == {}
 
 
+def test_an_abort_from_outside_ends_a_stream_with_what_was_drawn():
+    """A stop button: the reader of the stream gets its last chunk, not a hang."""
+    engine = make_engine(script([0], 1))
+    stream = engine.stream([9], Sampling(max_tokens=50))
+    next(stream)
+    assert engine.abort(stream.request_id)
+    last = next(stream)
+    assert (last.finish_reason, last.completion.text) == (FinishReason.ABORT, "a")
+    assert list(stream) == []
+
+
+def test_an_abort_from_another_thread_ends_generate():
+    engine = make_engine(script([0], 1), max_context=5000, num_blocks=2000)
+    forward = engine.model.forward
+
+    def aborting(batch, kv):
+        if len(engine.model.batches) == 3:
+            thread = threading.Thread(target=engine.abort, args=(0,))  # blocks until this step is over
+            thread.start()
+            threads.append(thread)
+        return forward(batch, kv)
+
+    threads: list[threading.Thread] = []
+    engine.model.forward = aborting
+    completion = engine.generate([[9]], Sampling(max_tokens=4000))[0]
+    assert completion.finish_reason is FinishReason.ABORT
+    assert 3 <= len(completion.token_ids) < 4000
+    threads[0].join(timeout=30)
+
+
 # --- refusals ---
 
 
