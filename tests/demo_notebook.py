@@ -9,7 +9,7 @@ from nanokit.lab.params import Params, experiment_params, knob
 
 @experiment_params
 class DemoParams(Params):
-    k: int = knob(1, "what to do: 0 raises, 6 drifts, 7 sleeps, 8 kills the kernel, else squares", low=0, high=9)
+    k: int = knob(1, "what to do: 0 raises, 7 sleeps, 8 kills the kernel, else squares", low=0, high=9)
     name: str = knob("a", "who asks")
     depths: list[int] = knob([1, 3], "depths")
     size: int = knob(0, "size", low=1, high=9, by_preset={"smoke": 1, "quick": 2, "full": 3})
@@ -24,7 +24,6 @@ CELLS = [
     "if p.k == 7:\n    time.sleep(60)\n"
     "if p.k == 8:\n    os._exit(9)",
     "metrics = {'square': p.k**2, 'ttft_ms': time.time() % 1e3, 'loss': float('nan')}\n"
-    "if p.k == 6:\n    metrics['drifting'] = time.time_ns()\n"
     "result = lab.Result(p, metrics, {'steps': [1, 2], 'ttft_ms': [time.time()]}, texts={'answer': p.name})",
     "lab.record(result)",
 ]

@@ -5,13 +5,14 @@ see. Which dataclass stands behind a notebook is said by the notebook itself, in
 
     "nanokit": {"params": "nanokit.lab.tour:TourParams"}
 
-A table in this package was rejected: a reader's own notebook could not join it. A notebook without that key
-runs too; its parameters then have the types of the cell (annotation, or the default's), but neither ranges
-nor choices.
+The module may lie beside the notebook, where its kernel finds it too. A table in this package was rejected: a
+reader's own notebook could not join it. A notebook without that key runs as well; its parameters then have the
+types of the cell (annotation, or the default's), but neither ranges nor choices.
 """
 
 import ast
 import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -110,8 +111,8 @@ def _unreadable(name: str, found: str) -> NotebookRunError:
     )
 
 
-def params_class(nb: nbformat.NotebookNode) -> type[Params] | None:
-    """The dataclass that the notebook's metadata names, None when it names none.
+def params_class(nb: nbformat.NotebookNode, folder: Path) -> type[Params] | None:
+    """The dataclass that the notebook's metadata names, None when it names none. folder: the notebook's.
 
     Raises NotebookRunError when it cannot be imported or is no Params.
     """
@@ -119,12 +120,15 @@ def params_class(nb: nbformat.NotebookNode) -> type[Params] | None:
     if where is None:
         return None
     module, _, name = str(where).partition(":")
+    sys.path.insert(0, str(folder))
     try:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise NotebookRunError(
             "the notebook's parameters class cannot be imported", found=f"{where} ({error})"
         ) from error
+    finally:
+        sys.path.remove(str(folder))
     if not (isinstance(found, type) and issubclass(found, Params)):
         raise NotebookRunError("the notebook's parameters class is no Params", found=where)
     return found
@@ -165,14 +169,14 @@ class Resolved:
     declared: bool
 
 
-def resolve(nb: nbformat.NotebookNode, given: Mapping[str, str | Value]) -> Resolved:
-    """Type and check the parameters of a run. A str is read as text of a command line, anything else as a
-    value.
+def resolve(nb: nbformat.NotebookNode, given: Mapping[str, str | Value], folder: Path) -> Resolved:
+    """Type and check the parameters of a run.
 
+    given: by name; a str is read as text of a command line, anything else is a value. folder: the notebook's.
     Raises ParameterError for an unknown name (with the closest known one), a wrong type, a value out of
     range; NotebookRunError when the cell cannot be read or contradicts the dataclass in its names.
     """
-    cell, cls = read_cell(nb), params_class(nb)
+    cell, cls = read_cell(nb), params_class(nb, folder)
     for name in given:
         if name not in cell:
             raise unknown_parameter(name, cell)

@@ -93,7 +93,7 @@ def run_grid(
         raise ParameterError(f"{', '.join(sorted(twice))} is both in the grid and a single parameter")
     runs = (runs or default_runs_dir()).resolve()
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    resolved = [resolve(nb, {**(params or {}), **combination}) for combination in combinations]
+    resolved = [resolve(nb, {**(params or {}), **combination}, source.parent) for combination in combinations]
     points = []
     for number, (combination, one) in enumerate(zip(combinations, resolved, strict=True), start=1):
         shown = {name: one.injected[name] for name in combination}

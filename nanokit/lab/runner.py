@@ -70,7 +70,7 @@ def run_notebook(
     """
     source = find_notebook(str(notebook))
     nb = read_notebook(source)
-    resolved = resolve(nb, params or {})
+    resolved = resolve(nb, params or {}, source.parent)
     runs = (runs or default_runs_dir()).resolve()
     try:
         runs.mkdir(parents=True, exist_ok=True)

@@ -16,10 +16,8 @@ from nanokit.lab.runner import Run
 
 
 @pytest.fixture
-def demo(tmp_path, monkeypatch):
-    path = write_demo(tmp_path / "lab")
-    monkeypatch.syspath_prepend(str(path.parent))
-    yield path
+def demo(tmp_path):
+    yield write_demo(tmp_path / "lab")
     sys.modules.pop("demo_experiment", None)
 
 
@@ -30,7 +28,7 @@ def scripted(monkeypatch):
 
     def run(source, params, *, runs, cell_timeout_s):
         nb = read_notebook(source)
-        full = resolve(nb, params).full
+        full = resolve(nb, params, source.parent).full
         ran.append(full["k"])
         record = {
             "run_id": f"run-{len(ran)}",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -12,6 +13,8 @@ from nanokit.errors import NotebookRunError, ParameterError
 from nanokit.lab.cell import differences, read_cell, resolve
 from nanokit.lab.params import PRESETS, Params, experiment_params, knob
 from nanokit.lab.values import literal, parse_value
+
+HERE = Path(__file__).parent
 
 
 @experiment_params
@@ -173,23 +176,23 @@ def test_a_line_beyond_papermills_parser_is_refused_not_dropped(line):
 
 def test_without_a_dataclass_the_cell_gives_the_types():
     nb = notebook('k = 3\nname: str = "x"\nitems: list[int] = []\nrate: float = 1.0')
-    got = resolve(nb, {"k": "5", "name": "007", "items": "[1, 2]", "rate": 2})
+    got = resolve(nb, {"k": "5", "name": "007", "items": "[1, 2]", "rate": 2}, HERE)
     assert got.injected == {"k": 5, "name": "007", "items": [1, 2], "rate": 2}
     for bad in ({"k": "x"}, {"k": 2.5}, {"k": True}, {"items": ["a"]}):
         with pytest.raises(ParameterError, match=next(iter(bad))):
-            resolve(nb, bad)
+            resolve(nb, bad, HERE)
     with pytest.raises(ParameterError, match="did you mean 'name'"):
-        resolve(nb, {"nam": "x"})
+        resolve(nb, {"nam": "x"}, HERE)
 
 
 def test_a_named_dataclass_adds_ranges_and_presets():
     nb = notebook(DemoParams.parameter_lines(), params=f"{__name__}:DemoParams")
-    assert resolve(nb, {"preset": "full"}).full["tokens"] == 128
+    assert resolve(nb, {"preset": "full"}, HERE).full["tokens"] == 128
     with pytest.raises(ParameterError, match="1 to 512"):
-        resolve(nb, {"tokens": "600"})
+        resolve(nb, {"tokens": "600"}, HERE)
     for wrong in ("no.such:Thing", f"{__name__}:notebook", "nonsense"):
         with pytest.raises(NotebookRunError, match="parameters class"):
-            resolve(notebook("k = 1", params=wrong), {})
+            resolve(notebook("k = 1", params=wrong), {}, HERE)
 
 
 def test_a_knob_that_contradicts_itself_fails_when_the_class_is_made():

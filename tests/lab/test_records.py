@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanokit import lab
 from nanokit.lab import records
 from nanokit.lab.params import Params
 from nanokit.lab.provenance import git_state, input_files, without_paths
@@ -146,6 +147,16 @@ def test_a_cell_in_jupyter_appends_its_own_record(tmp_path, monkeypatch, capsys)
     assert found["notebook"] == "00_tour"
     assert found["params"] == {"preset": "quick"}
     assert "/somewhere" not in json.dumps(found)
+
+
+def test_the_package_gives_every_name_it_lists():
+    """A submodule named like a function would hide it once it is imported."""
+    import nanokit.lab.runner  # noqa: F401 - imports most of the package
+
+    for name in lab._HOME:
+        assert callable(getattr(lab, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lab.nothing  # noqa: B018
 
 
 def test_a_second_record_of_one_run_is_refused(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Headless runs through papermill, with real kernels: every way a run can end leaves a record that says so."""
 
+import errno
 import os
 import shutil
 import signal
@@ -14,8 +15,9 @@ import pytest
 from demo_notebook import write_demo
 
 from nanokit.errors import NotebookRunError, ParameterError
+from nanokit.lab import repeat, runner
 from nanokit.lab.cell import find_notebook
-from nanokit.lab.records import RecordError, read_records
+from nanokit.lab.records import RecordError, append_record, read_records
 from nanokit.lab.repeat import repeat_run
 from nanokit.lab.runner import run_notebook
 
@@ -23,10 +25,8 @@ from nanokit.lab.runner import run_notebook
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab") / "with {braces} and blanks"
-    path = write_demo(folder)
-    sys.path.insert(0, str(folder))
-    yield path
-    sys.path.remove(str(folder))
+    yield write_demo(folder)
+    assert str(folder) not in sys.path
     sys.modules.pop("demo_experiment", None)
 
 
@@ -165,20 +165,44 @@ def test_a_notebook_that_ignores_its_parameters_is_found_out(demo, tmp_path):
     assert records(tmp_path / "runs")[0]["status"] == "failed"
 
 
-def test_a_run_repeats_from_its_record_and_a_changed_figure_is_listed(demo, good):
-    runs = good.output.parent
-    repeated = repeat_run(good.record["run_id"], demo, runs=runs)
-    assert repeated.compared == 4  # square, loss (NaN), steps and the answer; not ttft_ms
-    drifting = run_notebook(demo, {"k": 6}, runs=runs)
-    with pytest.raises(NotebookRunError, match="metric drifting: was") as error:
-        repeat_run(drifting.record["run_id"], demo, runs=runs)
-    assert "ttft_ms" not in str(error.value)
-    assert "differs in 1 place" in str(error.value)
+def test_a_run_repeats_from_its_record(demo, good):
+    """The record holds a NaN and resolved presets, and names neither the notebook's folder nor its defaults."""
+    repeated = repeat_run(good.record["run_id"], demo, runs=good.output.parent)
+    assert repeated.compared == 4  # square, loss, steps and the answer; not ttft_ms
+    assert repeated.run.record["metrics"]["ttft_ms"] != good.record["metrics"]["ttft_ms"]
 
 
-def test_a_failed_run_cannot_be_repeated(tmp_path):
-    with pytest.raises(RecordError, match="no run 'last'"):
-        repeat_run("last", runs=tmp_path)
+def test_a_figure_that_changed_is_listed(demo, good, tmp_path, monkeypatch):
+    changed = good.record | {
+        "metrics": good.record["metrics"] | {"square": 10, "ttft_ms": 0.0, "gone": 1.0},
+        "samples": {"steps": [1, 2], "ttft_ms": []},
+        "texts": {"answer": "008"},
+    }
+    append_record(tmp_path, changed)
+    monkeypatch.setattr(repeat, "run_notebook", lambda *args, **options: good)
+    with pytest.raises(NotebookRunError, match="differs in 3 place") as error:
+        repeat_run("last", demo, runs=tmp_path)
+    text = str(error.value)
+    for part in (
+        "metric square: was 10, is 9",
+        "metric gone: was 1.0, is 'absent'",
+        "text answer: was '008'",
+    ):
+        assert part in text
+    assert "ttft_ms" not in text
+
+
+def test_what_holds_nothing_to_compare_cannot_be_repeated(good, tmp_path):
+    """Else a repetition could agree without a single figure compared."""
+    for bad, says in (
+        ({"status": "failed"}, "cannot be repeated"),
+        ({"metrics": {"ttft_ms": 1.0}, "samples": {}, "texts": {}}, "only timings"),
+    ):
+        append_record(tmp_path, good.record | bad)
+        with pytest.raises(RecordError, match=says):
+            repeat_run("last", runs=tmp_path)
+    with pytest.raises(RecordError, match="no run 'x'"):
+        repeat_run("x", runs=tmp_path)
 
 
 def test_plain_papermill_still_runs_the_notebook_and_records(demo, tmp_path):
@@ -224,3 +248,13 @@ def test_a_run_folder_that_cannot_be_written_is_named(demo, tmp_path):
     (tmp_path / "runs").write_text("a file where the folder should be")
     with pytest.raises((NotebookRunError, RecordError), match="cannot be written"):
         run_notebook(demo, runs=tmp_path / "runs")
+
+
+def test_a_disk_that_fills_up_during_a_run_is_named_and_recorded(demo, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device", "x.ipynb")
+
+    monkeypatch.setattr(runner, "_execute", full)
+    with pytest.raises(NotebookRunError, match="No space left on device"):
+        run_notebook(demo, runs=tmp_path)
+    assert [(r["status"], r["output"]) for r in records(tmp_path)] == [("failed", None)]
