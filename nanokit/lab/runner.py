@@ -43,6 +43,7 @@ from nanokit.lab.records import (
 )
 
 CELL_TIMEOUT_S = 300
+INSERTED = {"injected-parameters", "papermill-error-cell-tag"}  # tags of the cells that papermill adds
 
 
 @dataclass(frozen=True)
@@ -200,16 +201,13 @@ def _failed_cell(scratch: Path) -> int:
     """
     nb = _read(scratch)
     last = 0
-    ours = [c for c in nb.cells if not _INSERTED & set(c.metadata.get("tags", []))] if nb else []
+    ours = [c for c in nb.cells if not INSERTED & set(c.metadata.get("tags", []))] if nb else []
     for number, cell in enumerate(ours, start=1):
         if any(o.output_type == "error" for o in cell.get("outputs", [])):
             return number
         if cell.metadata.get("papermill", {}).get("start_time"):
             last = number
     return last
-
-
-_INSERTED = {"injected-parameters", "papermill-error-cell-tag"}
 
 
 def _read(scratch: Path) -> nbformat.NotebookNode | None:
