@@ -180,7 +180,9 @@ def _execute(
             resources={"metadata": {"path": str(source.parent)}},
         )
     except PapermillExecutionError as error:
-        return Failure(_failed_cell(scratch), error.ename, (error.evalue.splitlines() or [""])[-1])
+        # All lines, as one: those of a NanokitError say what was found and what to do.
+        message = "; ".join(part.strip() for part in error.evalue.splitlines() if part.strip())
+        return Failure(_failed_cell(scratch), error.ename, message[:1000])
     except CellTimeoutError:
         return Failure(_failed_cell(scratch), "timeout", f"the cell ran longer than {cell_timeout_s} s")
     except DeadKernelError:
@@ -193,8 +195,7 @@ def _execute(
 
 
 def _failed_cell(scratch: Path) -> int:
-    """Number of the cell that ended the run, as counted in the source notebook from 1; 0 when none was
-    reached.
+    """Number of the cell that ended the run, as counted in the source notebook from 1; 0 for none.
 
     It is the first one that shows an error, else (timeout, dead kernel) the last one that was started. The
     cells that papermill inserts (parameters, error marks) are not counted.

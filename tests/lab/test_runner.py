@@ -112,7 +112,7 @@ def test_a_wrong_parameter_stops_before_anything_runs(demo, tmp_path, params, sa
 @pytest.mark.parametrize(
     ("k", "kind", "message", "limit_s"),
     [
-        (0, "ValueError", "k is zero in", 60),
+        (0, "ValueError", "first line; k is zero in", 60),
         (7, "timeout", "longer than 2 s", 2),
         (8, "dead kernel", "the kernel died", 60),
     ],
