@@ -13,7 +13,6 @@ Rejected: a background thread per engine (a notebook kernel that cannot be inter
 sees).
 """
 
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from nanokit.engine.sampling import Sampling
 from nanokit.engine.scheduler import Scheduler
 from nanokit.engine.stream import Stream
 from nanokit.engine.text import AnswerText
+from nanokit.engine.turns import TurnLock
 from nanokit.errors import NanokitError, RequestError
 from nanokit.kv.pool import BlockPool
 from nanokit.kv.prefix import HashFunction, PrefixCache, chained_hash
@@ -63,7 +63,7 @@ class Engine:
             token_budget=config.token_budget,
         )
         self._eos = frozenset(tokenizer.eos_ids)
-        self._lock = threading.RLock()
+        self._lock = TurnLock()
         self._next_id = 0
         self._requests: dict[int, Request] = {}
         self._inboxes: dict[int, deque[Chunk]] = {}  # of the requests that have a Stream

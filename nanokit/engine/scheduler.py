@@ -1,9 +1,10 @@
 """Which sequences advance in the next step, by how many tokens, in which blocks. No tensors.
 
-Every running sequence lacks len(tokens) - num_computed tokens of KV: one when it decodes, many when it is new
-or was preempted. A step hands out a token budget: first to sequences that lack one token, so that nobody's
-answer stutters because a long prompt arrived; then to running prefills; then to requests that wait, in the
-order of arrival. A prompt larger than what is left of the budget is computed in chunks.
+Every running sequence lacks len(tokens) - num_computed tokens of KV: one when it decodes, many when it is new or was
+preempted. A step hands out a token budget by age: first to running requests, then to those that wait. A prompt larger
+than what is left of the budget is computed in chunks. Only the youngest running request can be in the middle of its
+prompt (nobody is admitted once the budget is spent), so serving by age is also serving decodes first: nobody's answer
+stutters because a long prompt arrived.
 
 Blocks are allocated as tokens arrive. When the pool is exhausted, the youngest running request is preempted:
 its blocks go back and it waits, to be computed again (its full blocks often are still in the prefix cache).
@@ -16,7 +17,6 @@ ones).
 """
 
 import time
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -71,8 +71,9 @@ class Scheduler:
     ) -> None:
         self.pool, self.prefix = pool, prefix
         self.block_size, self.max_seqs, self.token_budget = block_size, max_seqs, token_budget
-        self.waiting: deque[Request] = deque()  # oldest first
-        self.running: list[Request] = []  # oldest first
+        # Both oldest first, and everyone who runs is older than everyone who waits.
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -95,9 +96,7 @@ class Scheduler:
         """The next step. Allocates its blocks and may preempt; computes and registers nothing."""
         step = Step()
         budget = self.token_budget
-        decoding = [r for r in self.running if len(r.tokens) - r.num_computed == 1]
-        prefilling = [r for r in self.running if len(r.tokens) - r.num_computed > 1]
-        for request in decoding + prefilling:
+        for request in list(self.running):
             if budget == 0:
                 break
             if request in step.preempted:
@@ -105,12 +104,12 @@ class Scheduler:
             length = min(len(request.tokens) - request.num_computed, budget)
             if self._make_room(request, length, step):
                 step.lengths[request] = length
-            budget = self.token_budget - sum(step.lengths.values())
+                budget -= length
         while budget and self.waiting and not step.preempted and len(self.running) < self.max_seqs:
             if not self._admit(self.waiting[0]):
                 break
             request = self.waiting.popleft()
-            insort(self.running, request, key=lambda r: r.id)
+            self.running.append(request)
             length = min(len(request.tokens) - request.num_computed, budget)
             self._allocate(request, self._missing(request, length))
             step.lengths[request] = length
@@ -118,8 +117,7 @@ class Scheduler:
         return step
 
     def commit(self, step: Step) -> None:
-        """The step's KV is in its blocks: advance, and offer the blocks that are full now to the prefix
-        cache."""
+        """The step's KV is in its blocks: advance, and offer the blocks that are full now to the prefix cache."""
         for request, length in step.lengths.items():
             before = request.num_computed // self.block_size
             request.num_computed += length
@@ -155,9 +153,8 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.preemptions += 1
-        step.lengths.pop(request, None)
         step.preempted.append(request)
-        insort(self.waiting, request, key=lambda r: r.id)
+        self.waiting.appendleft(request)
 
     def _admit(self, request: Request) -> bool:
         """Start a request on its cached prefix if all its present tokens fit beside what running ones still
@@ -190,8 +187,8 @@ class Scheduler:
         self.pool.check_integrity(request.blocks for request in self.running)
         if self.prefix is not None:
             self.prefix.check_integrity()
-        assert [r.id for r in self.running] == sorted(r.id for r in self.running), "running is not by age"
-        assert [r.id for r in self.waiting] == sorted(r.id for r in self.waiting), "waiting is not by age"
+        ages = [request.id for request in (*self.running, *self.waiting)]
+        assert ages == sorted(set(ages)), f"not in the order of arrival: {ages}"
         assert len(self.running) <= self.max_seqs, f"{len(self.running)} run, allowed {self.max_seqs}"
         for request in self.waiting:
             assert not request.blocks, f"request {request.id} waits with blocks"

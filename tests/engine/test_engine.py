@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from scripted import EOS, VOCAB, make_engine, next_logits, run, script, solo, te
 
 from nanokit.engine.request import FinishReason
 from nanokit.engine.sampling import Sampling
+from nanokit.engine.turns import TurnLock
 from nanokit.errors import NanokitError, ParameterError, RequestError
 
 WARM = Sampling(temperature=1.0, seed=11, max_tokens=20)
@@ -261,6 +263,30 @@ def test_an_abort_from_another_thread_ends_generate():
     assert completion.finish_reason is FinishReason.ABORT
     assert 3 <= len(completion.token_ids) < 4000
     threads[0].join(timeout=30)
+
+
+def test_a_thread_that_waits_gets_the_next_turn():
+    """With a plain lock the stepping loop wins it back many times before a slider's update gets in."""
+    lock, order = TurnLock(), []
+    entered, waiting = threading.Event(), threading.Event()
+
+    def wait_for_turn() -> None:
+        entered.wait()
+        waiting.set()
+        with lock:
+            order.append("waited")
+
+    thread = threading.Thread(target=wait_for_turn)
+    thread.start()
+    with lock, lock:  # re-entrant
+        entered.set()
+        waiting.wait()
+        time.sleep(0.05)  # until it stands at the lock
+    for _ in range(100):
+        with lock:
+            order.append("looped")
+    thread.join(timeout=30)
+    assert order[0] == "waited"
 
 
 # --- refusals ---
