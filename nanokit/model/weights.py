@@ -87,11 +87,9 @@ def read_weights(config: ModelConfig, source: TensorSource) -> Weights:
     not finite: a tensor that nobody asked for means that the forward would not be the model's."""
     reader = _Reader(config, source)
     layers = [reader.layer(index) for index in range(config.num_layers)]
-    embedding = reader.matrix("embedding", (config.vocab_size, config.hidden_size))
-    if config.tied_head:
-        head = Linear(embedding, None)
-    else:
-        head = reader.linear("head", config.vocab_size, config.hidden_size)
+    shape = (config.vocab_size, config.hidden_size)
+    embedding = reader.matrix("embedding", shape)
+    head = Linear(embedding, None) if config.tied_head else reader.linear("head", *shape)
     weights = Weights(embedding, layers, reader.vector("final_norm", config.hidden_size), head)
     reader.refuse_left_over()
     return weights

@@ -1,0 +1,220 @@
+"""The `nanokit` command: one thin function a subcommand, everything else lives where it belongs.
+
+A foreseen failure prints what, found, needed and do on standard error and exits with its code: 2 for what was typed
+(options, parameters, prompts), 1 for everything else, 130 after Ctrl-C. Modules are imported by the subcommand that
+needs them, so that `nanokit --help` answers at once.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nanokit import __version__
+from nanokit.errors import NanokitError, ParameterError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, and turn errors into exit codes."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except NanokitError as error:
+        print(f"nanokit: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("nanokit: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has gone; keep the interpreter from flushing into it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+# -- run, runs, lab ---------------------------------------------------------------------------------------------------
+
+
+def _run(args: argparse.Namespace) -> int:
+    from nanokit.lab import console
+
+    params = dict(_assignment(text) for text in args.parameter)
+    if args.from_record and (args.grid or params):
+        raise ParameterError("--from-record takes the recorded parameters", do="leave out -p and --grid")
+    if args.from_record:
+        return console.repeat(args.from_record, args.notebook, args.timeout)
+    if args.grid:
+        return console.grid(args.notebook or "00_tour", args.grid, params, args.timeout)
+    return console.run(args.notebook or "00_tour", params, args.timeout)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ParameterError(f"-p {text!r} is no assignment", needed="-p name=value")
+    return name, value
+
+
+def _runs(args: argparse.Namespace) -> int:
+    from nanokit.lab import runs
+
+    if args.action == "show":
+        print(runs.show_run(args.run))
+    elif args.action == "diff":
+        print(runs.diff_runs(args.run, args.other))
+    else:
+        table, problems = runs.list_runs(notebook=args.notebook, last=args.last)
+        print(table)
+        for problem in problems:
+            print(f"nanokit: {problem}", file=sys.stderr)
+    return 0
+
+
+def _lab(args: argparse.Namespace) -> int:
+    from nanokit.lab.jupyter import launch_lab, write_overrides
+
+    write_overrides()
+    return launch_lab(args.notebook, browser=not args.no_browser, arguments=args.arguments)
+
+
+# -- model, generate, chat --------------------------------------------------------------------------------------------
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from nanokit.model.fetch import TerminalProgress, fetch_default_model
+
+    with TerminalProgress() as progress:
+        path = fetch_default_model(progress=progress, verify=args.verify)
+    print(path)
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from nanokit.engine import console
+
+    return console.generate(args)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from nanokit.engine import console
+
+    return console.chat(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from nanokit import doctor
+
+    found = doctor.run(mend=args.fix)
+    print(doctor.to_json(found) if args.json else doctor.render(found))
+    return doctor.exit_code(found)
+
+
+# -- the parser -------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nanokit",
+        description="A Jupyter-first kit for running large language models fast on your machine.",
+    )
+    parser.add_argument("--version", action="version", version=f"nanokit {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_runs(commands)
+    lab = commands.add_parser("lab", help="open JupyterLab on the tour")
+    lab.add_argument("notebook", nargs="?", type=Path, help="another notebook")
+    lab.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
+    lab.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="passed on to jupyter lab")
+    lab.set_defaults(command=_lab)
+
+    model = commands.add_parser("model", help="the default model").add_subparsers(
+        metavar="ACTION", required=True
+    )
+    fetch = model.add_parser("fetch", help="download the default model once and print its path")
+    fetch.add_argument("--verify", action="store_true", help="hash a file that is already there")
+    fetch.set_defaults(command=_fetch)
+
+    generate = commands.add_parser("generate", help="answer one prompt")
+    generate.add_argument("prompt", help="the text; - reads it from standard input")
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the text itself, without the model's chat template"
+    )
+    generate.add_argument(
+        "--json", action="store_true", help="print ids, text and timings as one JSON object"
+    )
+    _add_sampling(generate)
+    _add_model(generate)
+    generate.set_defaults(command=_generate)
+
+    chat = commands.add_parser("chat", help="talk with the model; one line a turn, Ctrl-D ends")
+    chat.add_argument("--system", help="system message")
+    _add_sampling(chat)
+    _add_model(chat)
+    chat.set_defaults(command=_chat)
+
+    doctor = commands.add_parser("doctor", help="what is present, what is missing, how to mend it")
+    doctor.add_argument("--fix", action="store_true", help="write JupyterLab's settings overrides")
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    run = commands.add_parser("run", help="execute a notebook and record its figures (default: the tour)")
+    run.add_argument("notebook", nargs="?", help="name (tour, 00_tour) or path")
+    run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE")
+    run.add_argument(
+        "--grid", action="append", default=[], metavar="NAME=V1,V2,…", help="every combination; resumes"
+    )
+    run.add_argument(
+        "--from-record", metavar="RUN", help="repeat a recorded run (id, its beginning, or last)"
+    )
+    run.add_argument(
+        "--timeout", type=int, default=300, metavar="S", help="seconds a cell may take (%(default)s)"
+    )
+    run.set_defaults(command=_run)
+
+
+def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    actions = commands.add_parser("runs", help="list, show and compare recorded runs").add_subparsers(
+        metavar="ACTION", required=True, dest="action"
+    )
+    listing = actions.add_parser("list", help="the newest runs")
+    listing.add_argument("--notebook", help="only runs of this one")
+    listing.add_argument("--last", type=int, default=20, help="how many, 0 for all (%(default)s)")
+    show = actions.add_parser("show", help="one run in full")
+    diff = actions.add_parser("diff", help="what differs between two runs")
+    for action in (show, diff):
+        action.add_argument("run", help="id, its beginning, or last")
+    diff.add_argument("other")
+    for action in (listing, show, diff):
+        action.set_defaults(command=_runs)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, help="0 is greedy, the default")
+    group.add_argument("--top-k", type=int)
+    group.add_argument("--top-p", type=float)
+    group.add_argument("--min-p", type=float)
+    group.add_argument("--repetition-penalty", type=float)
+    group.add_argument("--max-tokens", type=int)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given again")
+    group.add_argument("--seed", type=int)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", help=".gguf file, folder of safetensors, or org/name (default: fetched once)"
+    )
+    group.add_argument("--ctx", type=int, help="longest prompt + answer, in tokens")
+    group.add_argument("--kv-memory", help="memory for KV pages, such as 512MiB")
+    group.add_argument("--kv-format", help="fp32 or fp16 pages")
+    group.add_argument("--activations", help="fp32: computes as transformers does")
+    group.add_argument("--rope-freq-base", type=float, help="override the model's own, with --force")
+    group.add_argument("--rope-freq-scale", type=float, help="override the model's own, with --force")
+    group.add_argument("--force", action="store_true", help="allow overrides that make answers worse")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

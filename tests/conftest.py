@@ -1,0 +1,37 @@
+"""Fixtures over the real default model: fetched once, loaded once, read by an independent oracle once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanokit.engine.load import LoadedEngine, load
+from nanokit.errors import FetchError
+from nanokit.model.fetch import fetch_default_model
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """Path of the default model, fetched if the cache lacks it; skips, with the reason, where it cannot be had."""
+    try:
+        return fetch_default_model()
+    except FetchError as error:
+        pytest.skip(f"the default model is not there: {error.what} ({error.found})")
+
+
+@pytest.fixture(scope="session")
+def engine(default_model: Path) -> LoadedEngine:
+    """The default model, ready to answer; tests leave nothing running in it."""
+    return load(default_model, kv_memory="512MiB")
+
+
+@pytest.fixture(scope="session")
+def oracle(default_model: Path) -> Iterator[torch.nn.Module]:
+    """transformers' own reading of the same file (seconds: its dequantization is independent of ours)."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        default_model.parent, gguf_file=default_model.name, dtype=torch.float32
+    )
+    yield model.eval()
