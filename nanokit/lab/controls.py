@@ -9,7 +9,7 @@ read.
 import json
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets as widgets
@@ -17,7 +17,7 @@ import ipywidgets as widgets
 from nanokit.lab.params import Knob, Params, Value, unknown_parameter
 from nanokit.lab.values import parse_value
 
-WIDTH = "330px"
+WIDTH = "316px"
 
 
 class Controls:
@@ -27,18 +27,25 @@ class Controls:
     moves the parameters that depend on it to the preset's sizes.
     """
 
-    def __init__(self, params: Params, *, continuous: bool = False) -> None:
-        """params: first values. continuous: report while a slider is dragged (cheap live previews only)."""
+    def __init__(self, params: Params, *, continuous: bool = False, hidden: Sequence[str] = ()) -> None:
+        """params: first values. continuous: report while a slider is dragged (cheap live previews only).
+
+        hidden: names that keep their values and are not shown. Raises ParameterError for an unknown one.
+        """
         self._class = type(params)
         knobs = self._class.KNOBS
-        labels = max(len(_label(knob)) for knob in knobs.values())
+        labels = max((len(_label(knob)) for name, knob in knobs.items() if name not in hidden), default=0)
         style = {"description_width": f"{min(20 + 7 * labels, 150)}px"}
         layout = widgets.Layout(width=WIDTH)
         self.by_name: dict[str, Any] = {
             name: _widget(knob, getattr(params, name), continuous, style, layout)
             for name, knob in knobs.items()
         }
-        self.widget = widgets.VBox(list(self.by_name.values()), layout=widgets.Layout(overflow="hidden"))
+        for name in hidden:
+            if name not in self.by_name:
+                raise unknown_parameter(name, self.by_name)
+        shown = [widget for name, widget in self.by_name.items() if name not in hidden]
+        self.widget = widgets.VBox(shown, layout=widgets.Layout(overflow="hidden"))
         self.by_name["preset"].observe(self._take_preset, names="value")
 
     def params(self) -> Params:

@@ -110,7 +110,7 @@ def lab_command(notebook: Path, *, browser: bool = True, arguments: Sequence[str
         sys.executable,
         "-m",
         "jupyterlab",
-        str(notebook.relative_to(root)),
+        str(notebook),
         f"--ServerApp.root_dir={root}",
         "--ServerApp.ip=127.0.0.1",
         *([] if browser else ["--no-browser"]),

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from nanokit.lab.params import Params, Value
 from nanokit.lab.progress import StoppedError
 
 REDRAW_S = 0.2  # at most five redraws a second: more costs the model time and the eye gains nothing
+ROWS = 4  # marks whose labels may stand one below the other
 WINDOW_S = 1.0  # tok/s is taken over the last second: one step's time jumps too much to read
 
 
@@ -78,10 +79,13 @@ class LivePanel(PanelBase):
         name: str,
         *,
         notebook: str = "00_tour.ipynb",
+        hidden: Sequence[str] = (),
         interactive: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """name: what the measurement lock calls the run. interactive: None = widgets unless `headless()`."""
+        """name: what the measurement lock calls the run. hidden: parameters without a control. interactive:
+        None = widgets unless `headless()`.
+        """
         interactive = not headless() if interactive is None else interactive
         self._stepper, self._clock = stepper, clock
         self._updates: queue.SimpleQueue[Params] = queue.SimpleQueue()
@@ -92,6 +96,7 @@ class LivePanel(PanelBase):
             speed_figure(LiveRun(params)),
             notebook=notebook,
             interactive=interactive,
+            hidden=hidden,
             below=(self._text,),
         )
         self.controls.on_change(self._slider_moved)
@@ -123,7 +128,7 @@ class LivePanel(PanelBase):
                 close()
             _add_speed(run, window)
             self._show(run)
-        return f"{run.tokens} tokens."
+        return f"{run.tokens} tokens"
 
     def _slider_moved(self) -> None:
         """Runs on whatever thread the front end uses: only hands the new parameters over."""
@@ -149,6 +154,7 @@ class LivePanel(PanelBase):
             run.changes.append((run.seconds, changed))
 
     def _show(self, run: LiveRun) -> None:
+        self._tell("running", f"Running: {run.tokens} tokens …")
         self.draw(speed_figure(run))
         self._text.value = (
             '<div role="log" style="white-space:pre-wrap;line-height:1.5;max-height:220px;overflow-y:auto;'
@@ -187,6 +193,19 @@ def speed_figure(run: LiveRun) -> go.Figure:
         y="speed (tok/s, last second)",
         summary=f"Decoding speed over time, {run.tokens} tokens in {run.seconds:.1f} s, now {now}.",
     )
-    for at, changed in run.changes:
-        plots.mark(fig, ", ".join(f"{name} {value}" for name, value in changed.items()), x=at)
+    fig.update_xaxes(rangemode="tozero", visible=bool(run.speed))
+    fig.update_yaxes(visible=bool(run.speed))
+    for row, (at, changed) in enumerate(_joined(run.changes)):
+        plots.mark(fig, ", ".join(f"{name} {value}" for name, value in changed.items()), x=at, row=row % ROWS)
     return fig
+
+
+def _joined(changes: list[tuple[float, dict[str, Value]]]) -> list[tuple[float, dict[str, Value]]]:
+    """A drag of a slider is many changes and one mark: those less than a window apart, at the last of them."""
+    joined: list[tuple[float, dict[str, Value]]] = []
+    for at, changed in changes:
+        if joined and at - joined[-1][0] < WINDOW_S:
+            joined[-1] = (at, joined[-1][1] | changed)
+        else:
+            joined.append((at, dict(changed)))
+    return joined

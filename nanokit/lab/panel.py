@@ -11,7 +11,7 @@ done.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import plotly.graph_objects as go
@@ -47,16 +47,18 @@ class Panel(PanelBase):
         result: Result | None = None,
         live: Callable[[Any], go.Figure] | None = None,
         notebook: str = "00_tour.ipynb",
+        hidden: Sequence[str] = (),
         interactive: bool | None = None,
     ) -> None:
         """experiment, params, plot: `plot(experiment(params))` is the figure. result: of params, when a
         cell has it.
 
-        live: arithmetic on params that redraws the figure while a slider moves. notebook: named by Copy
-        parameters. interactive: None = widgets unless `headless()`. Headless, an error of the experiment is
-        raised.
+        live: arithmetic on params that redraws the figure while a slider moves. hidden: parameters without
+        a control. notebook: named by Copy parameters. interactive: None = widgets unless `headless()`.
+        Headless, an error of the experiment is raised.
         """
         interactive = not headless() if interactive is None else interactive
+        self.after_stop = " The figure is of the run before." if result is not None else ""
         self._experiment, self._plot, self._live = experiment, plot, live
         super().__init__(
             experiment.__name__,
@@ -65,6 +67,7 @@ class Panel(PanelBase):
             notebook=notebook,
             interactive=interactive,
             continuous=live is not None,
+            hidden=hidden,
         )
         self.result = result
         if interactive and live is not None:
@@ -75,7 +78,8 @@ class Panel(PanelBase):
     def measure(self, params: Params, cancel: threading.Event) -> str:
         self.result = self._experiment(params, progress=CallbackProgress(self.report), cancel=cancel)
         self.draw(self._plot(self.result))
-        return "Done."
+        self.after_stop = " The figure is of the run before."
+        return "Done"
 
     def _preview(self) -> None:
         """A slider has moved: redraw what costs nothing. While a run is going its own figure comes next
@@ -98,4 +102,9 @@ def _first_figure(
 ) -> go.Figure:
     if result is not None:
         return plot(result)
-    return live(params) if live is not None else plots.figure("Press Run to measure")
+    if live is not None:
+        return live(params)
+    empty = plots.figure("Press Run to measure")
+    empty.update_xaxes(visible=False)
+    empty.update_yaxes(visible=False)
+    return empty

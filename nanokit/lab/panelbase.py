@@ -11,7 +11,7 @@ the PNG that is put beside them. The repr is short and the same in every run, si
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from nanokit.lab.worker import Worker
 
 Status = Literal["idle", "running", "done", "stopped", "busy", "error"]
 
-SIGNS = {"idle": "○", "running": "▶", "done": "✓", "stopped": "■", "busy": "⏳", "error": "✗"}
+SIGNS = {"idle": "○", "running": "▶", "done": "✓", "stopped": "■", "busy": "!", "error": "✗"}
 ALARM = "border-left:3px solid #D55E00;padding-left:8px"
 
 
@@ -55,6 +55,7 @@ class PanelBase:
         notebook: str,
         interactive: bool,
         continuous: bool = False,
+        hidden: Sequence[str] = (),
         below: tuple[widgets.Widget, ...] = (),
     ) -> None:
         self.status: Status = "idle"
@@ -65,9 +66,9 @@ class PanelBase:
         self._name, self._notebook = name, notebook
         self._worker = Worker(self._run)
         self._box = FigureBox(first, interactive=interactive)
-        self.controls = Controls(params, continuous=continuous)
+        self.controls = Controls(params, continuous=continuous, hidden=hidden)
         self._line = widgets.HTML()
-        self._bar = widgets.FloatProgress(min=0, max=1, layout=widgets.Layout(width=WIDTH, height="8px"))
+        self._bar = widgets.FloatProgress(min=0, max=1, layout=widgets.Layout(width=WIDTH, height="16px"))
         self._command = widgets.HTML()
         self.run_button = _button("Run", "play", "Measure with these parameters", self.run, "primary")
         self.stop_button = _button("Stop", "stop", "End the run at its next step", self.stop)
@@ -119,9 +120,11 @@ class PanelBase:
         except NanokitError as error:
             self._fail(error)
             return
+        text = escape(line).replace(" -p ", ' <span style="white-space:nowrap">-p</span> ')
         self._command.value = (
-            '<code title="one click selects it" style="user-select:all;white-space:pre-wrap;'
-            f'overflow-wrap:anywhere;line-height:1.4">{escape(line)}</code>'
+            '<code title="one click selects it" style="display:block;user-select:all;white-space:pre-wrap;'
+            "overflow-wrap:anywhere;line-height:1.5;font-size:12px;padding:6px 8px;border-radius:4px;"
+            f'background:rgba(127,127,127,.15)">{text}</code>'
         )
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -146,15 +149,17 @@ class PanelBase:
         started = time.perf_counter()
         try:
             with measuring(self._name):
-                self._tell("running", "Running …", share=0.0)
+                self._tell("running", "Running …")
                 said = self.measure(params, cancel)
         except Exception as error:  # noqa: BLE001 - the top of a thread: shown in the panel, kept in panel.error
             self._fail(error, time.perf_counter() - started)
         else:
             self.error = None
-            self._tell("done", f"{said} Took {time.perf_counter() - started:.1f} s.")
+            self._tell("done", f"{said} in {time.perf_counter() - started:.1f} s.")
 
     # ------------------------------------------------------------------ what it looks like
+
+    after_stop = ""  # what the status line adds when a run was stopped
 
     def draw(self, fig: go.Figure) -> None:
         """Replace the figure; callable from the worker."""
@@ -170,7 +175,7 @@ class PanelBase:
     def _fail(self, error: BaseException, seconds: float | None = None) -> None:
         self.error = error
         if isinstance(error, StoppedError):
-            self._tell("stopped", f"Stopped after {seconds or 0:.1f} s. The figure shows the run before.")
+            self._tell("stopped", f"Stopped after {seconds or 0:.1f} s.{self.after_stop}")
         elif isinstance(error, BusyError):
             self._tell("busy", str(error))
         elif isinstance(error, NanokitError):
@@ -188,8 +193,8 @@ class PanelBase:
             f"<b>{SIGNS[status]}</b> {escape(message)}</div>"
         )
         running = status == "running"
-        self._bar.value = share if running and share is not None else self._bar.value if running else 0.0
-        self._bar.layout.visibility = "visible" if running else "hidden"
+        self._bar.value = share or 0.0
+        self._bar.layout.visibility = "hidden" if share is None else "visible"
         self.stop_button.disabled = not running
 
     def _arrange(self, below: tuple[widgets.Widget, ...]) -> widgets.Widget:
@@ -197,7 +202,7 @@ class PanelBase:
         buttons = widgets.HBox([self.run_button, self.stop_button, self.copy_button])
         left = widgets.VBox(
             [self.controls.widget, buttons, self._bar, self._line, self._command],
-            layout=widgets.Layout(width="350px", flex="0 0 auto", padding="8px 12px 8px 0"),
+            layout=widgets.Layout(width="332px", flex="0 0 auto", padding="8px 12px 8px 0"),
         )
         right = widgets.VBox([self._box.widget, *below], layout=widgets.Layout(flex="0 0 auto"))
         return widgets.HBox(
@@ -208,18 +213,17 @@ class PanelBase:
         return f"{type(self).__name__}({self._name}: {', '.join(self.controls.by_name)})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        if self.widget is None:
-            data, metadata = pictures.bundle(self.figure)
-            return {**data, "text/plain": repr(self)}, metadata
-        data = {**self.widget._repr_mimebundle_(), "text/plain": repr(self)}
-        picture = pictures.encoded_png(self.figure)
-        return data if picture is None else {**data, "image/png": picture}
+        data, metadata = pictures.bundle(self.figure)
+        if self.widget is not None:
+            del data[pictures.PLOTLY_MIME]  # a front end would show it in place of the widgets
+            data |= self.widget._repr_mimebundle_()
+        return {**data, "text/plain": repr(self)}, metadata
 
 
 def _button(
     text: str, icon: str, tooltip: str, action: Callable[[], None], style: str = ""
 ) -> widgets.Button:
-    width = {"Run": "76px", "Stop": "76px"}.get(text, "150px")
+    width = {"Run": "76px", "Stop": "76px"}.get(text, "158px")
     button = widgets.Button(
         description=text, icon=icon, tooltip=tooltip, button_style=style, layout=widgets.Layout(width=width)
     )

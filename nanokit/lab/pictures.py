@@ -90,7 +90,7 @@ def png(fig: go.Figure) -> bytes | None:
 
 def size(fig: go.Figure) -> tuple[int, int]:
     """Width and height in CSS pixels."""
-    return int(fig.layout.width or 700), int(fig.layout.height or 380)
+    return int(fig.layout.width or 660), int(fig.layout.height or 380)
 
 
 def summary(fig: go.Figure) -> str:

@@ -31,8 +31,9 @@ METHODS = {
     "limit": GREY,
 }
 
-WIDTH = 700
+WIDTH = 660
 HEIGHT = 380
+MOST_TICKS = 12
 DASHES = ("solid", "dash", "dot", "dashdot")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x")
 
@@ -154,15 +155,21 @@ def lines(
     longest = max((len(label) for label in series), default=0)
     fig.update_layout(margin_r=32 + 8 * longest)
     fig.update_xaxes(type="log" if log_x else "linear")
+    counted = sorted({value for xs, _ in series.values() for value in xs})
+    if 0 < len(counted) <= MOST_TICKS and all(value == int(value) for value in counted):
+        fig.update_xaxes(tickmode="array", tickvals=[int(value) for value in counted])  # no depth of 1.5
     fig.update_yaxes(**({"type": "log"} if log_y else {"rangemode": "tozero"}))
     return fig
 
 
-def mark(fig: go.Figure, label: str, *, x: float | None = None, y: float | None = None) -> None:
-    """A dashed grey line across the figure at x or at y (a limit, a reference), with its label."""
+def mark(fig: go.Figure, label: str, *, x: float | None = None, y: float | None = None, row: int = 0) -> None:
+    """A dashed grey line across the figure at x or at y (a limit, a change), with its label.
+
+    row: for lines at x, how many lines of text the label is moved down, so that neighbours do not overlap.
+    """
     style = {"line": {"color": GREY, "dash": "dash", "width": 1.5}, "annotation_text": label}
     if x is not None:
-        fig.add_vline(x=x, annotation_position="top", **style)
+        fig.add_vline(x=x, annotation_position="top right", annotation_yshift=-16 * row, **style)
     if y is not None:
         fig.add_hline(y=y, annotation_position="top left", **style)
 

@@ -81,7 +81,7 @@ def test_lab_is_on_loopback_with_its_token(tmp_path):
     """Guards a server that others can reach, or that needs no token."""
     notebook = tmp_path / "n.ipynb"
     command = jupyter.lab_command(notebook, browser=False, arguments=["--port=1"])
-    assert command[:4] == [sys.executable, "-m", "jupyterlab", "n.ipynb"]
+    assert command[:4] == [sys.executable, "-m", "jupyterlab", str(notebook)]
     assert "--ServerApp.ip=127.0.0.1" in command
     assert f"--ServerApp.root_dir={tmp_path}" in command
     assert command[-1] == "--port=1"

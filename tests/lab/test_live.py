@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from nanokit.lab import lock
-from nanokit.lab.live import Event, LivePanel
+from nanokit.lab.live import Event, LivePanel, LiveRun, speed_figure
 from nanokit.lab.params import Params, experiment_params, knob
 
 WAIT = 20.0
@@ -156,3 +156,11 @@ def test_model_text_is_escaped():
     assert shown.wait(WAIT)
     assert "&lt;script&gt;" in shown._text.value
     assert "<script>" not in shown._text.value
+
+
+def test_a_drag_is_one_mark():
+    """Guards a figure full of lines after one drag of a slider."""
+    changes = [(t, {"temperature": t}) for t in (1.0, 1.3, 1.9)] + [(4.0, {"max_tokens": 9})]
+    fig = speed_figure(LiveRun(StreamParams(), changes=changes))
+    assert [note.text for note in fig.layout.annotations] == ["temperature 1.9", "max_tokens 9"]
+    assert [shape.x0 for shape in fig.layout.shapes] == [1.9, 4.0]

@@ -82,7 +82,7 @@ def test_panel_result_equals_the_direct_call():
     assert (shown.status, shown.error) == ("done", None)
     assert shown.result == wanted
     assert title(shown.figure) == title(draw(wanted))
-    assert shown.message.startswith("Done.")
+    assert shown.message.startswith("Done in ")
 
 
 def test_the_one_figure_widget_is_redrawn_in_place():
@@ -182,6 +182,7 @@ def test_stop_ends_the_run_and_drops_what_waits():
     shown.stop_button.click()
     assert shown.wait(WAIT)
     assert shown.status == "stopped"
+    assert "run before" not in shown.message, "there is none"
     assert gate.depths == [3]
     assert shown.stop_button.disabled
 
@@ -258,9 +259,10 @@ def test_repr_is_stable_and_the_bundle_has_a_picture_beside_the_widget(monkeypat
         == repr(second)
         == ("Panel(toy: preset, depth, acceptance, prompts, method, text, greedy, depths)")
     )
-    data = first._repr_mimebundle_()
+    data, metadata = first._repr_mimebundle_()
     assert set(data) == {"text/plain", "image/png", "application/vnd.jupyter.widget-view+json"}
     assert data["text/plain"] == repr(first)
+    assert metadata["image/png"]["alt"] == "Press Run to measure"
 
 
 def test_controls_show_range_unit_and_help():
@@ -271,6 +273,13 @@ def test_controls_show_range_unit_and_help():
     assert depth.continuous_update is False
     assert controls.by_name["method"].options == ("draft", "ngram")
     assert all(widget.description and widget.tooltip for widget in controls.by_name.values())
+
+
+def test_a_hidden_parameter_keeps_its_value():
+    controls = Controls(ToyParams(depth=8), hidden=["preset", "depth"])
+    assert controls.by_name["depth"] not in controls.widget.children
+    assert len(controls.widget.children) == len(controls.by_name) - 2
+    assert controls.params() == ToyParams(depth=8)
 
 
 def test_preset_moves_what_depends_on_it():
@@ -287,6 +296,8 @@ def test_controls_refuse_what_the_dataclass_refuses():
         controls.set(depht=3)
     with pytest.raises(ParameterError, match="out of range"):
         controls.set(depth=10)
+    with pytest.raises(ParameterError, match="sed"):
+        Controls(ToyParams(), hidden=["sed"])
     controls.by_name["depths"].value = "[1, x]"
     with pytest.raises(ParameterError, match="depths"):
         controls.params()
@@ -308,4 +319,4 @@ def test_copy_shows_the_command_escaped():
     shown = panel()
     shown.set(text="<b>")
     shown.copy_button.click()
-    assert "text=&lt;b&gt;" in shown._command.value
+    assert "&#x27;text=&lt;b&gt;&#x27;" in shown._command.value
