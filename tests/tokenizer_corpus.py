@@ -88,7 +88,7 @@ def byte_level_metadata(pre: str = "gpt-2", **changes: Any) -> dict[str, Any]:
 def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
     """A GGUF vocabulary as SentencePiece BPE trains it: byte tokens, scored pieces, no merges."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces = ["he", "ll", "hell", "hello", "▁hello", "lo", "▁w", "or", "▁wor", "ld", "▁world", "▁▁"]
+    pieces = ["he", "ll", "hel", "hell", "hello", "▁hello", "lo", "▁w", "or", "▁wor", "ld", "▁world", "▁▁"]
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz", ".", "é"]
     tokens = ["<unk>", "<s>", "</s>", *bytes_, *pieces, *letters, "<|end|>", "<tool>"]
     scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces) + len(letters))] + [0.0, 0.0]

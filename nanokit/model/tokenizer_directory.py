@@ -57,8 +57,6 @@ def _backend(file: Path) -> Backend:
             "AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)",
         )
     text = _read(file)
-    if not isinstance(_parse(file, text), dict):
-        raise _broken(file, "no object", "the format of the tokenizers library")
     try:
         backend = Backend.from_str(text)
     except Exception as error:  # the library raises nothing narrower
@@ -115,17 +113,13 @@ def _json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where the file is missing. Raises TokenizerError for anything else."""
     if not file.is_file():
         return {}
-    value = _parse(file, _read(file))
+    try:
+        value = json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
+        raise _broken(file, error, "JSON") from error
     if not isinstance(value, dict):
         raise _broken(file, type(value).__name__, "an object")
     return value
-
-
-def _parse(file: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _broken(file, error, "JSON") from error
 
 
 def _read(file: Path) -> str:

@@ -252,9 +252,10 @@ def _array(metadata: Mapping[str, Any], key: str) -> list[str]:
     if value is None or isinstance(value, str) or len(value) == 0:
         raise _broken(key, "nothing" if value is None else repr(value), "an array of strings")
     strings = list(value)
-    if not all(type(item) is str for item in strings):
-        wrong = next(item for item in strings if type(item) is not str)
-        raise _broken(key, f"an element of type {type(wrong).__name__}", "an array of strings")
+    if (kinds := set(map(type, strings))) != {str}:
+        raise _broken(
+            key, f"elements of type {', '.join(sorted(kind.__name__ for kind in kinds))}", "strings"
+        )
     return strings
 
 

@@ -1,5 +1,6 @@
 """Tokenizers from GGUF metadata: against llama.cpp's conformance texts, and against transformers."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizer_corpus import CHATS, SPECIAL_TEXTS, TEXTS, byte_level_metadata, sentencepiece_metadata
 from tokenizers import pre_tokenizers
 
@@ -33,6 +36,11 @@ def metadata_of(path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def default_metadata() -> dict[str, Any]:
     return metadata_of(DEFAULT_PATH)
+
+
+@pytest.fixture(scope="module")
+def default_tokenizer(default_metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_gguf(default_metadata)
 
 
 @needs_vocabs
@@ -70,10 +78,10 @@ def transformers_tokenizer() -> Any:
 @pytest.mark.model
 @needs_model
 def test_the_default_model_agrees_with_transformers_on_every_id(
-    default_metadata: dict[str, Any], transformers_tokenizer: Any
+    default_tokenizer: Tokenizer, transformers_tokenizer: Any
 ) -> None:
     """Encoding, special tokens, decoding and chat template, on the file that everyone starts with."""
-    tokenizer = Tokenizer.from_gguf(default_metadata)
+    tokenizer = default_tokenizer
     for text in [*TEXTS, *SPECIAL_TEXTS]:
         ids = transformers_tokenizer(text)["input_ids"]
         assert tokenizer.encode(text) == ids, repr(text)
@@ -98,9 +106,27 @@ def test_the_default_model_agrees_with_transformers_on_every_id(
 
 @pytest.mark.model
 @needs_model
-def test_the_default_model_ends_on_both_of_its_ids(default_metadata: dict[str, Any]) -> None:
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("  \n\n\t019'a.<|>"), max_size=40)
+)
+@settings(max_examples=400, deadline=None)
+def test_any_text_gets_the_ids_of_transformers(
+    default_tokenizer: Tokenizer, transformers_tokenizer: Any, text: str
+) -> None:
+    """What no corpus thinks of: unassigned characters, white space of every kind, digits of other scripts."""
+    ids = default_tokenizer.encode(text)
+    assert ids == transformers_tokenizer(text)["input_ids"]
+    expected = transformers_tokenizer.decode(ids, clean_up_tokenization_spaces=False)  # not always the text:
+    assert (
+        default_tokenizer.decode(ids, skip_special=False) == expected
+    )  # the vocabulary lacks a few rare bytes
+
+
+@pytest.mark.model
+@needs_model
+def test_the_default_model_ends_on_both_of_its_ids(default_tokenizer: Tokenizer) -> None:
     """The file names `<|im_end|>` only; a model that says `<|endoftext|>` would run on."""
-    tokenizer = Tokenizer.from_gguf(default_metadata)
+    tokenizer = default_tokenizer
     assert {tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_ids} == {
         "<|im_end|>", "<|endoftext|>",
     }  # fmt: skip
@@ -204,6 +230,8 @@ def test_sentencepiece_agrees_with_transformers() -> None:
         "▁hello",
         "<0x41>",
     ]
+    merges = [json.loads(backend.to_str())["model"]["merges"] for backend in (tokenizer._backend, oracle)]
+    assert merges[0] == merges[1]
     for text in texts:
         ids = oracle.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode(text, add_special=False) == ids, repr(text)
@@ -219,7 +247,9 @@ def test_sentencepiece_without_a_space_in_front() -> None:
     tokenizer = Tokenizer.from_gguf(sentencepiece_metadata(add_space_prefix=False, add_bos_token=False))
     for text in ("hello", " hello", "  hello"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode(tokenizer.encode("hello")[:1]) == "hello"
+    hello, space = (tokenizer._backend.token_to_id(piece) for piece in ("hello", "▁"))
+    assert tokenizer.encode("hello<s>hello") == [hello, 1, hello]
+    assert tokenizer.decode([space, hello]) == " hello"
 
 
 def test_phi3_swallows_white_space_behind_its_tokens() -> None:
@@ -266,12 +296,22 @@ def test_a_file_written_by_the_gguf_library(tmp_path: Path) -> None:
     assert tokenizer.chat_ids(chat) == [*tokenizer.encode("hello"), *tokenizer.eos_ids]  # BOS once
 
 
+def test_eos_behind_a_text_where_the_file_asks_for_it() -> None:
+    """`add_eos_token`, as transformers and llama.cpp read it."""
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata(add_eos_token=True))
+    assert tokenizer.encode("hello") == [*tokenizer.encode("hello", add_special=False), *tokenizer.eos_ids]
+    assert not tokenizer.add_bos
+
+
 def test_types_of_tokens() -> None:
     """Control: matched whole, skipped in decoding. User-defined: matched whole, shown. Unused: plain."""
     tokenizer = Tokenizer.from_gguf(byte_level_metadata())
     control, shown = tokenizer.encode("<|im_end|>"), tokenizer.encode("<think>")
     assert len(control) == len(shown) == 1
     assert len(tokenizer.encode("[PAD]")) == 5
+    unnamed = Tokenizer.from_gguf(sentencepiece_metadata(unknown_token_id=None))
+    assert unnamed.encode("<unk>", add_special=False) == [0]  # type "unknown" is as good as control
+    assert unnamed.decode([0]) == ""
     assert tokenizer.decode(control + shown) == "<think>"
     assert tokenizer.decode(control + shown, skip_special=False) == "<|im_end|><think>"
 
@@ -283,6 +323,18 @@ def test_end_ids_come_from_keys_and_from_control_tokens_by_text() -> None:
     assert tokenizer.eos_ids == (5, 6, 7, tokens.index("<|im_end|>"))
     normal = Tokenizer.from_gguf(byte_level_metadata(token_type=None, eos_token_id=None))
     assert normal.eos_ids == ()
+
+
+def test_a_control_token_outside_of_the_byte_alphabet() -> None:
+    """DeepSeek's `<｜end▁of▁sentence｜>` is no byte-level spelling: matched, decoded and counted as an end anyway."""
+    tokens, text = byte_level_metadata()["tokenizer.ggml.tokens"], "<｜end▁of▁sentence｜>"
+    types = [1] * len(tokens) + [3]
+    tokenizer = Tokenizer.from_gguf(
+        byte_level_metadata(tokens=[*tokens, text], token_type=types, eos_token_id=None)
+    )
+    assert tokenizer.eos_ids == (len(tokens),)
+    assert tokenizer.encode(f"a{text}")[1:] == [len(tokens)]
+    assert tokenizer.decode([len(tokens)], skip_special=False) == text
 
 
 def test_end_closes_only_a_message_beside_return_and_call() -> None:
