@@ -156,10 +156,11 @@ class LivePanel(PanelBase):
     def _show(self, run: LiveRun) -> None:
         self._tell("running", f"Running: {run.tokens} tokens …")
         self.draw(speed_figure(run))
+        # A reversed column keeps the newest line in view without a script.
         self._text.value = (
-            '<div role="log" style="white-space:pre-wrap;line-height:1.5;max-height:220px;overflow-y:auto;'
+            '<div style="display:flex;flex-direction:column-reverse;max-height:220px;overflow-y:auto;'
             'border-left:3px solid rgba(127,127,127,.5);padding:2px 12px;margin-top:6px">'
-            f"{escape(run.text)}</div>"
+            f'<div role="log" style="white-space:pre-wrap;line-height:1.5">{escape(run.text)}</div></div>'
         )
 
 

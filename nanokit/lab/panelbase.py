@@ -74,6 +74,7 @@ class PanelBase:
         self.stop_button = _button("Stop", "stop", "End the run at its next step", self.stop)
         self.copy_button = _button("Copy parameters", "terminal", "The command that repeats this", self.copy)
         self.widget = self._arrange(below) if interactive else None
+        self.controls.on_change(self._forget_command)
         self._tell("idle", self.message)
 
     # ------------------------------------------------------------------ what a person or a test does
@@ -126,6 +127,9 @@ class PanelBase:
             "overflow-wrap:anywhere;line-height:1.5;font-size:12px;padding:6px 8px;border-radius:4px;"
             f'background:rgba(127,127,127,.15)">{text}</code>'
         )
+
+    def _forget_command(self) -> None:
+        self._command.value = ""  # it would name other values than the controls beside it
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until no run is left; False when timeout (seconds) passed first."""

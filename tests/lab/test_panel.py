@@ -320,3 +320,5 @@ def test_copy_shows_the_command_escaped():
     shown.set(text="<b>")
     shown.copy_button.click()
     assert "&#x27;text=&lt;b&gt;&#x27;" in shown._command.value
+    shown.set(depth=2)
+    assert shown._command.value == "", "the line would contradict the slider"
