@@ -17,6 +17,14 @@ _HOME = {
     "measure_bandwidth": "machine",
     "measuring": "lock",
     "record": "records",
+    "setup": "notebook_setup",
+    "Panel": "panel",
+    "LivePanel": "live",
+    "check": "exercises",
+    "tour": "experiments.tour",
+    "TourParams": "experiments.tour",
+    "TuningParams": "experiments.tuning",
+    "TuningStepper": "experiments.tuning",
 }
 
 

@@ -87,7 +87,7 @@ def test_batched_and_cached_equals_uncached(
     again = engine.generate(prompts(count), sampling)
     assert [c.token_ids for c in first] == [greedy(checkpoint[1], ids, 6) for ids in prompts(count)]
     assert [c.token_ids for c in again] == [c.token_ids for c in first]
-    if count > 1:
+    if count > 2:  # the first two prompts fill no block
         assert any(c.cached_tokens for c in again) == prefix_cache
     engine.check_integrity()
 

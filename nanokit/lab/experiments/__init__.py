@@ -1,0 +1,1 @@
+"""One module an experiment: its parameters, its function, its result. `lab.<experiment>` finds the function."""
