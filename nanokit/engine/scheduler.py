@@ -32,7 +32,6 @@ class Step:
     batch."""
 
     lengths: dict[Request, int] = field(default_factory=dict)
-    preempted: list[Request] = field(default_factory=list)
 
     def batch(self) -> Batch:
         """The forward's input. Tables are copies: they stay as they are when the sequences grow."""
@@ -99,13 +98,13 @@ class Scheduler:
         for request in list(self.running):
             if budget == 0:
                 break
-            if request in step.preempted:
+            if request not in self.running:  # preempted just now, for an older one
                 continue
             length = min(len(request.tokens) - request.num_computed, budget)
-            if self._make_room(request, length, step):
+            if self._make_room(request, length):
                 step.lengths[request] = length
                 budget -= length
-        while budget and self.waiting and not step.preempted and len(self.running) < self.max_seqs:
+        while budget and self.waiting and len(self.running) < self.max_seqs:
             if not self._admit(self.waiting[0]):
                 break
             request = self.waiting.popleft()
@@ -134,13 +133,12 @@ class Scheduler:
         """Blocks to allocate before `length` more tokens can be computed."""
         return max(0, self.blocks_for(request.num_computed + length) - len(request.blocks))
 
-    def _make_room(self, request: Request, length: int, step: Step) -> bool:
-        """Allocate for `length` more tokens, preempting the youngest while blocks lack. False: that was
-        itself."""
+    def _make_room(self, request: Request, length: int) -> bool:
+        """Allocate for `length` more tokens, preempting the youngest while blocks lack. False: that was itself."""
         missing = self._missing(request, length)
         while self.pool.available < missing:
             youngest = self.running[-1]
-            self._preempt(youngest, step)
+            self._preempt(youngest)
             if youngest is request:
                 return False
         self._allocate(request, missing)
@@ -149,21 +147,18 @@ class Scheduler:
     def _allocate(self, request: Request, count: int) -> None:
         request.blocks += [self.pool.allocate() for _ in range(count)]
 
-    def _preempt(self, request: Request, step: Step) -> None:
+    def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
         request.preemptions += 1
-        step.preempted.append(request)
         self.waiting.appendleft(request)
 
     def _admit(self, request: Request) -> bool:
-        """Start a request on its cached prefix if all its present tokens fit beside what running ones still
-        lack."""
+        """Start a request on its cached prefix, if there are blocks for all its present tokens."""
         hits = self.prefix.match(request.tokens) if self.prefix is not None else []
-        promised = sum(self._missing(r, len(r.tokens) - r.num_computed) for r in self.running)
         revived = sum(self.pool.references(node.block) == 0 for node in hits)
         needed = self.blocks_for(len(request.tokens)) - len(hits) + revived
-        if needed + promised > self.pool.available:
+        if needed > self.pool.available:
             return False
         for node in hits:
             self.pool.hold(node.block)
@@ -182,8 +177,7 @@ class Scheduler:
         request.prefix_tail = None
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is accounted for and every sequence has the blocks it
-        needs."""
+        """Raise AssertionError unless every block is accounted for and every sequence has the blocks it needs."""
         self.pool.check_integrity(request.blocks for request in self.running)
         if self.prefix is not None:
             self.prefix.check_integrity()
