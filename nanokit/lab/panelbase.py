@@ -106,7 +106,6 @@ class PanelBase:
         except NanokitError as error:
             self._fail(error)
             return
-        self.stop_button.disabled = False
         if not self._worker.submit(params):
             self._tell("running", "The current run ends first; then these parameters are measured.")
 

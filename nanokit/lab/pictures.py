@@ -12,7 +12,9 @@ first picture (3 s; then 0.3 s each).
 
 import asyncio
 import atexit
-import functools
+import base64
+import contextlib
+import json
 import logging
 import os
 import sys
@@ -48,7 +50,8 @@ class _Browser:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
 
     def _close(self) -> None:
-        self._run(self._kaleido.close())
+        with contextlib.suppress(OSError):  # the browser may have gone before us
+            self._run(self._kaleido.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def png(self, spec: dict[str, Any], width: int, height: int) -> bytes:
@@ -56,36 +59,42 @@ class _Browser:
         return bytes(self._run(self._kaleido.calc_fig(spec, opts)))
 
 
-@functools.cache
+_lock = threading.Lock()
+_found: _Browser | str | None = None  # the browser, or why there is none; None before the first picture
+
+
 def _browser() -> _Browser | str:
-    """The browser, or why there is none (asked once: a failed start takes seconds)."""
+    """The browser, or why there is none; asked once, since a failed start takes seconds."""
+    global _found
     from choreographer.errors import BrowserFailedError, ChromeNotFoundError
 
-    try:
-        return _Browser()
-    except ChromeNotFoundError:
-        return "no Chrome or Chromium was found"
-    except (BrowserFailedError, OSError, RuntimeError, TimeoutError) as error:
-        return f"the browser did not start ({type(error).__name__}: {error})"
-
-
-_first = threading.Lock()
+    with _lock:
+        if _found is None:
+            try:
+                _found = _Browser()
+            except ChromeNotFoundError:
+                _found = "no Chrome or Chromium was found"
+            except (BrowserFailedError, OSError, RuntimeError) as error:
+                _found = f"the browser did not start ({type(error).__name__}: {error})"
+        return _found
 
 
 def png(fig: go.Figure) -> bytes | None:
     """The figure as a PNG of its own size at 2x, or None (and one sentence on stderr, once) without a
     browser.
     """
-    with _first:
-        browser = _browser()
-    if isinstance(browser, str):
-        _say_once(
-            f"nanokit: figures are stored without a PNG picture, since {browser}. They show in JupyterLab "
-            "but not on GitHub. Install Chromium, or set BROWSER_PATH; `nanokit doctor` checks it."
-        )
-        return None
-    width, height = size(fig)
-    return browser.png(fig.to_dict(), width, height)
+    global _found
+    browser = _browser()
+    if not isinstance(browser, str):
+        try:
+            return browser.png(fig.to_dict(), *size(fig))
+        except OSError as error:  # killed, or silent for TIMEOUT_S: it will not come back by itself
+            _found = browser = f"the browser stopped answering ({type(error).__name__})"
+    _say_once(
+        f"nanokit: figures are stored without a PNG picture, since {browser}. They show in JupyterLab but not on "
+        "GitHub. Install Chromium, or set BROWSER_PATH; `nanokit doctor` checks it."
+    )
+    return None
 
 
 def size(fig: go.Figure) -> tuple[int, int]:
@@ -114,16 +123,12 @@ def bundle(fig: go.Figure) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def encoded_png(fig: go.Figure) -> str | None:
     """`png` in base64, as a MIME bundle wants it."""
-    import base64
-
     picture = png(fig)
     return None if picture is None else base64.b64encode(picture).decode()
 
 
 def _plain(fig: go.Figure) -> dict[str, Any]:
     """Plotly's JSON as dictionaries, with the configuration of a figure in a notebook."""
-    import json
-
     spec: dict[str, Any] = json.loads(fig.to_json())
     return {**spec, "config": {"displaylogo": False, "responsive": False}}
 

@@ -116,6 +116,23 @@ def test_pictures_keep_their_size_and_callers_keep_theirs():
     assert seen == {height: (2 * plots.WIDTH, 2 * height) for height in heights}
 
 
+def test_a_browser_that_dies_costs_the_picture_not_the_cell(monkeypatch):
+    """Guards a killed Chrome that fails every later cell, or makes each wait for a timeout."""
+
+    class Dead:
+        calls = 0
+
+        def png(self, *_):
+            self.calls += 1
+            raise ConnectionError("gone")
+
+    dead = Dead()
+    monkeypatch.setattr(pictures, "_found", dead)
+    assert pictures.png(plots.figure("f")) is None
+    assert pictures.png(plots.figure("f")) is None
+    assert dead.calls == 1
+
+
 def test_setup_is_silent_keeps_warnings_and_drops_their_paths(monkeypatch, capsys):
     """Guards `<tmp>/ipykernel_<pid>/<n>.py:<line>` in committed outputs."""
     import warnings
