@@ -27,7 +27,7 @@ def _parameter_error(cls: type, error: ValidationError) -> ParameterError:
         return cause
     name = ".".join(str(part) for part in first["loc"])
     names = [field.name for field in fields(cls)]
-    more = f" (and {len(complaints) - 1} more mistakes)" if len(complaints) > 1 else ""
+    more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
     if first["type"] == "unexpected_keyword_argument":
         return ParameterError(
             f"{cls.__name__} has no parameter {name}{more}",

@@ -58,6 +58,17 @@ def test_a_recorded_seed_repeats_the_answer():
     assert engine.generate(["hello"], Sampling(temperature=1.0, seed=5))[0].seed == 5
 
 
+def test_an_answer_cut_anywhere_goes_on_with_the_same_tokens():
+    """Noise is keyed by the absolute position: what was drawn or drafted or given before must not matter."""
+    prompt = [3, 1, 4]
+    answer = make_engine().generate([prompt], WARM)[0].token_ids
+    for cut in (1, 2, 7):
+        assert (
+            make_engine().generate([prompt + answer[:cut]], WARM)[0].token_ids[: len(answer) - cut]
+            == answer[cut:]
+        )
+
+
 def test_sixteen_samples_of_one_prompt_differ_from_the_first_token_on():
     """A shared first token is fixed in nanochat with a test; uniform logits leave 40 choices."""
     engine = make_engine(lambda history: np.zeros(VOCAB, np.float32))
@@ -153,6 +164,12 @@ def test_a_stream_gives_whole_characters_only():
     assert chunks[-1].completion.text == "a🌙b�"
 
 
+def test_a_stop_string_that_only_the_end_of_the_answer_completes():
+    """Half a character becomes U+FFFD when no more tokens come; a stop string may be waiting for exactly that."""
+    completion = make_engine(script([0, 36], 1)).generate([[9]], Sampling(max_tokens=2, stop="�"))[0]
+    assert (completion.text, completion.finish_reason) == ("a", FinishReason.STOP)
+
+
 def test_suppressed_tokens_and_penalties_reach_the_head():
     completion = make_engine(script([0], 1)).generate([[9]], Sampling(suppress=(0, 1), max_tokens=2))[0]
     assert completion.token_ids == [2, 2]
@@ -187,6 +204,10 @@ def test_settings_change_between_steps_of_a_running_request():
     assert engine.update(stream.request_id, Sampling(max_tokens=3))
     assert next(stream).finish_reason is FinishReason.LENGTH
     assert engine.update(stream.request_id, Sampling()) is False
+    stream = engine.stream([9], Sampling(max_tokens=50))
+    next(stream)
+    assert engine.update(stream.request_id, Sampling(max_tokens=50, stop="aa"))
+    assert [next(stream).text, next(stream).finish_reason] == ["", FinishReason.STOP]
 
 
 def test_an_update_cannot_smuggle_in_what_add_would_refuse():

@@ -45,6 +45,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
     assert keep(p, top_p=0.8) == [0, 1]
     assert keep(p, top_p=0.8 + 1e-4) == [0, 1, 2]
     assert keep(p, top_p=0.5) == [0]
+    assert keep([0.4, 0.3, 0.2, 0.1], top_p=0.4) == [0]  # in fp32 the first comes out a little below .4
     assert keep(p, top_p=0.0) == keep(p, top_p=1e-9) == [0]
     assert keep(p, top_p=1.0) == [0, 1, 2]
 
