@@ -144,7 +144,7 @@ def test_truncation_and_padding_of_the_file_do_not_apply(folder: Path) -> None:
         "tokenizer.json",
         truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
         padding={
-            "strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+            "strategy": {"Fixed": 200}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
             "pad_type_id": 0, "pad_token": "a",
         },
     )  # fmt: skip
