@@ -70,9 +70,8 @@ def _runs(args: argparse.Namespace) -> int:
 
 
 def _lab(args: argparse.Namespace) -> int:
-    from nanokit.lab.jupyter import launch_lab, write_overrides
+    from nanokit.lab.jupyter import launch_lab
 
-    write_overrides()
     return launch_lab(args.notebook, browser=not args.no_browser, arguments=args.arguments)
 
 

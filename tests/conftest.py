@@ -1,6 +1,5 @@
 """Fixtures over the real default model: fetched once, loaded once, read by an independent oracle once."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,11 @@ def engine(default_model: Path) -> LoadedEngine:
 
 
 @pytest.fixture(scope="session")
-def oracle(default_model: Path) -> Iterator[torch.nn.Module]:
+def oracle(default_model: Path) -> torch.nn.Module:
     """transformers' own reading of the same file (seconds: its dequantization is independent of ours)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         default_model.parent, gguf_file=default_model.name, dtype=torch.float32
     )
-    yield model.eval()
+    return model.eval()

@@ -41,7 +41,6 @@ def save_tiny(directory: Path, model: PreTrainedModel, **how: Any) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", "<|end|>"])
-    tokenizer.add_tokens([f"<{i}>" for i in range(259, VOCAB)])
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 

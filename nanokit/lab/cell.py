@@ -3,7 +3,7 @@
 The cell is read with papermill's own inspection, so that what nanokit accepts is what any papermill run would
 see. Which dataclass stands behind a notebook is said by the notebook itself, in its metadata:
 
-    "nanokit": {"params": "nanokit.lab.tour:TourParams"}
+    "nanokit": {"params": "nanokit.lab.experiments.tour:TourParams"}
 
 The module may lie beside the notebook, where its kernel finds it too. A table in this package was rejected: a
 reader's own notebook could not join it. A notebook without that key runs as well; its parameters then have the

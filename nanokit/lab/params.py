@@ -228,8 +228,7 @@ class Params:
     preset: str = knob("quick", "size of the experiment", choices=PRESETS)
 
     def check(self) -> None:
-        """Override to compare parameters with each other; raise ParameterError. Presets are resolved by then.
-        """
+        """Override to compare parameters with each other; raise ParameterError. Presets are resolved by then."""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:

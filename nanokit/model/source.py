@@ -87,6 +87,13 @@ class GGUFSource:
             frequency_factors=None if factors is None else factors.tolist(),
         )
         self.tokenizer = Tokenizer.from_gguf(self._file.metadata)
+        if self.tokenizer.vocab_size > self.config.vocab_size:
+            raise ModelFileError(
+                f"{path.name} has more tokens than its embedding has rows",
+                found=f"{self.tokenizer.vocab_size} tokens, {self.config.vocab_size} rows",
+                do="convert the model again from its source",
+            )
+        self.tokenizer.pad_to(self.config.vocab_size)
         self.stored = {name: Stored(info.shape, info.nbytes) for name, info in infos.items()}
 
     def names(self) -> Collection[str]:
@@ -120,6 +127,7 @@ class SafetensorsSource:
         self.name = directory.name
         self.config = config_from_transformers(read_json(directory / "config.json"))
         self.tokenizer = Tokenizer.from_directory(directory)
+        self.tokenizer.pad_to(self.config.vocab_size)
         self.stored: dict[str, Stored] = {}
         self._places: dict[str, Path] = {}
         for path in _weight_files(directory):

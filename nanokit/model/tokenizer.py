@@ -36,6 +36,7 @@ class Tokenizer:
         self._backend = parts.backend
         self._special_texts = parts.special_texts
         self._pieces = Pieces(parts.backend)
+        self._padded_size = parts.vocab_size
         self._chat: ChatTemplate | None = None
         self.add_bos = parts.bos_id is not None and parts.backend.encode("").ids[:1] == [parts.bos_id]
 
@@ -52,6 +53,11 @@ class Tokenizer:
         from nanokit.model.tokenizer_directory import read_directory
 
         return cls(read_directory(path))
+
+    def pad_to(self, size: int) -> None:
+        """Accept ids below `size` that stand for no token, as empty text: a model whose embedding is padded beyond
+        the vocabulary may draw one."""
+        self._padded_size = max(size, self.vocab_size)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`; special tokens in it are parsed. `add_special` adds BOS where the model does.
@@ -86,7 +92,7 @@ class Tokenizer:
 
     def stream(self, *, skip_special: bool = True) -> "StreamDecoder":
         """A decoder for one text that arrives token by token."""
-        return StreamDecoder(self._pieces, self.vocab_size, skip_special=skip_special)
+        return StreamDecoder(self._pieces, self._padded_size, skip_special=skip_special)
 
     def chat_text(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The messages (`role` and `content` each) as the model's chat template writes them.
@@ -119,8 +125,8 @@ class Tokenizer:
 class StreamDecoder:
     """Whole characters of one text as its tokens arrive, O(1) each; joined they equal `Tokenizer.decode`."""
 
-    def __init__(self, pieces: Pieces, vocab_size: int, *, skip_special: bool) -> None:
-        self._pieces, self._vocab_size, self._skip_special = pieces, vocab_size, skip_special
+    def __init__(self, pieces: Pieces, size: int, *, skip_special: bool) -> None:
+        self._pieces, self._size, self._skip_special = pieces, size, skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = pieces.strips_first_space
 
@@ -129,10 +135,12 @@ class StreamDecoder:
         index = operator.index(token_id)
         piece = self._pieces.bytes_of(index)
         if piece is None:
+            if 0 <= index < self._size:
+                return ""
             raise TokenizerError(
                 "a token id is outside of the vocabulary",
                 found=index,
-                needed=f"an id of the tokenizer's vocabulary, whose size is {self._vocab_size}",
+                needed=f"an id of the tokenizer's vocabulary, whose size is {self._size}",
                 do="check that the ids come from this model's tokenizer",
             )
         if self._skip_special and self._pieces.is_special(index):

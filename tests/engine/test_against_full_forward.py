@@ -22,7 +22,12 @@ class Watcher:
     """Forwards to the model and checks every row that comes back."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self.vocab_size, self.head, self.config = model, model.vocab_size, model.head, model.config
+        self._model, self.vocab_size, self.head, self.config = (
+            model,
+            model.vocab_size,
+            model.head,
+            model.config,
+        )
         self._written: dict[int, int] = {}
         self.rows = 0
 
@@ -90,6 +95,17 @@ def test_batched_and_cached_equals_uncached(
     if count > 2:  # the first two prompts fill no block
         assert any(c.cached_tokens for c in again) == prefix_cache
     engine.check_integrity()
+
+
+def test_rows_beyond_the_vocabulary_are_drawn_as_no_text(checkpoint: tuple[Path, Any]) -> None:
+    """Qwen's embedding has more rows than its tokenizer has tokens: drawing one must not end everybody's step."""
+    engine = load(checkpoint[0])
+    beyond = list(range(engine.tokenizer.vocab_size, VOCAB))
+    assert len(beyond) > 10
+    everything_else = tuple(range(engine.tokenizer.vocab_size))
+    [done] = engine.generate([[1, 2]], Sampling(max_tokens=4, suppress=everything_else))
+    assert set(done.token_ids) <= set(beyond)
+    assert done.text == ""
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix", "no prefix"])

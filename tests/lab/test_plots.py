@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import pytest
 
 from nanokit.lab import pictures, plots
-from nanokit.lab.setup import setup
+from nanokit.lab.notebook_setup import setup
 
 SAMPLES = {"prefill": [10.0, 12.0, 11.0], "decode": [2.0, 2.5, 1.5], "one": [3.0]}
 

@@ -41,8 +41,19 @@ def test_the_command_line_gives_greedy_ids_of_transformers(
 ) -> None:
     """`nanokit generate … --temperature 0 --max-tokens 40 --activations fp32`, in a process of its own."""
     prompt = "The moon is" if raw else MOON
-    command = [sys.executable, "-m", "nanokit.cli", "generate", prompt, "--temperature", "0", "--max-tokens", "40",
-               "--activations", "fp32", "--json", "--model", str(default_model), *(["--raw"] if raw else [])]  # fmt: skip
+    options = ["--temperature", "0", "--max-tokens", "40", "--activations", "fp32", "--json"] + [
+        "--raw"
+    ] * raw
+    command = [
+        sys.executable,
+        "-m",
+        "nanokit.cli",
+        "generate",
+        prompt,
+        *options,
+        "--model",
+        str(default_model),
+    ]
     done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     ids = torch.tensor([done["prompt_ids"]])
     expected = oracle.generate(
@@ -88,6 +99,6 @@ def test_importing_nanokit_is_cheap() -> None:
     """transformers alone takes more than a second to import and is needed by no command."""
     code = (
         "import sys, nanokit, nanokit.cli\nassert 'torch' not in sys.modules\n"
-        "import nanokit.engine.load, nanokit.lab.tour\nassert 'transformers' not in sys.modules"
+        "import nanokit.engine.load, nanokit.lab.experiments.tour\nassert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -27,7 +27,7 @@ from nanokit.lab.panel import Panel
 from nanokit.lab.params import Params, experiment_params, knob
 from nanokit.lab.progress import stop_if
 from nanokit.lab.result import Result
-from nanokit.lab.setup import setup
+from nanokit.lab.notebook_setup import setup
 
 setup()
 

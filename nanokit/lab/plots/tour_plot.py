@@ -1,0 +1,27 @@
+"""The tour's figure: what a token of the prompt and a token of the answer cost, and what memory alone would take."""
+
+import statistics
+
+import plotly.graph_objects as go
+
+from nanokit.lab.plots.house import bars
+from nanokit.lab.result import Result
+
+
+def tour(result: Result) -> go.Figure:
+    """Milliseconds a token, median with the range of the repeats: prefill, decode, and the two memory limits."""
+    m, s = result.metrics, result.samples
+    stream_ms = [m["bytes_per_token"] / (speed * 1e9) * 1e3 for speed in s["stream_gb_s"]]
+    stored_ms = [m["stored_bytes_per_token"] / (speed * 1e9) * 1e3 for speed in s["stream_gb_s"]]
+    ratio = m["decode_ms_per_token"] / m["prefill_ms_per_token"]
+    finding = (
+        f"A token of the answer costs {ratio:.0f} times one of the prompt;<br>"
+        f"reading the weights once is {statistics.median(stream_ms) / m['decode_ms_per_token']:.0%} of that"
+    )
+    series = {
+        "prefill": [1e3 / speed for speed in s["prefill_tok_per_s"]],
+        "decode": s["decode_ms_per_token"],
+        f"limit: {m['bytes_per_token'] / 1e6:.0f} MB from memory": stream_ms,
+        f"limit as stored: {m['stored_bytes_per_token'] / 1e6:.0f} MB": stored_ms,
+    }
+    return bars(finding, series, unit="time a token (ms)")
