@@ -1,5 +1,7 @@
 """Fixtures over the real default model: fetched once, loaded once, read by an independent oracle once."""
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,9 @@ import torch
 from nanokit.engine.load import LoadedEngine, load
 from nanokit.errors import FetchError
 from nanokit.model.fetch import fetch_default_model
+
+# Notebooks that pytest executes record their figures; those are no runs of the user's.
+os.environ.setdefault("NANOKIT_RUNS", tempfile.mkdtemp(prefix="nanokit-test-runs-"))
 
 
 @pytest.fixture(scope="session")

@@ -85,12 +85,20 @@ def command(params: Params, notebook: str) -> str:
     """The shell line that repeats these parameters: `nanokit run NOTEBOOK -p name=value ...`, defaults left
     out.
     """
-    usual = type(params)(preset=params.preset).to_dict() | {"preset": "quick"}
     words = ["nanokit", "run", notebook]
-    for name, value in params.to_dict().items():
-        if value != usual[name]:
-            words += ["-p", f"{name}={_argument(value)}"]
+    for name, value in _unusual(params).items():
+        words += ["-p", f"{name}={_argument(value)}"]
     return shlex.join(words)
+
+
+def expression(params: Params) -> str:
+    """The Python expression that makes these parameters, defaults left out."""
+    return f"{type(params).__name__}({', '.join(f'{name}={value!r}' for name, value in _unusual(params).items())})"
+
+
+def _unusual(params: Params) -> dict[str, Value]:
+    usual = type(params)(preset=params.preset).to_dict() | {"preset": "quick"}
+    return {name: value for name, value in params.to_dict().items() if value != usual[name]}
 
 
 def _argument(value: Value) -> str:

@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 
 from nanokit.errors import NanokitError
 from nanokit.lab import pictures
-from nanokit.lab.controls import WIDTH, Controls, command
+from nanokit.lab.controls import WIDTH, Controls, command, expression
 from nanokit.lab.figurebox import FigureBox
 from nanokit.lab.lock import BusyError, measuring
 from nanokit.lab.params import Params, Value
@@ -34,8 +34,22 @@ ALARM = "border-left:3px solid #D55E00;padding-left:8px"
 
 
 def headless() -> bool:
-    """True under `nanokit run` (NANOKIT_HEADLESS=1) and pytest or nbval, where nobody can press a button."""
-    return os.environ.get("NANOKIT_HEADLESS") == "1" or "PYTEST_CURRENT_TEST" in os.environ
+    """True where nobody can press a button: NANOKIT_HEADLESS=1 (`nanokit run`), pytest, and cells that are executed
+    by papermill, nbconvert or nbval. Those tell the kernel that they take no input, which is the protocol's one
+    mark of a run without a person; without it each would store 5 MB a figure. NANOKIT_HEADLESS=0 overrides (Voila).
+    """
+    said = os.environ.get("NANOKIT_HEADLESS")
+    if said is not None:
+        return said != "0"
+    return "PYTEST_CURRENT_TEST" in os.environ or _takes_no_input()
+
+
+def _takes_no_input() -> bool:
+    from IPython.core.getipython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    request = kernel.get_parent("shell") if kernel is not None else {}
+    return request.get("content", {}).get("allow_stdin") is False
 
 
 class PanelBase:
@@ -52,7 +66,7 @@ class PanelBase:
         params: Params,
         first: go.Figure,
         *,
-        notebook: str,
+        notebook: str | None,
         interactive: bool,
         continuous: bool = False,
         hidden: Sequence[str] = (),
@@ -90,8 +104,8 @@ class PanelBase:
 
     @property
     def command(self) -> str:
-        """The shell line that repeats the parameters now set."""
-        return command(self.params, self._notebook)
+        """What repeats the parameters now set: a shell line, or Python where no notebook takes them."""
+        return expression(self.params) if self._notebook is None else command(self.params, self._notebook)
 
     def set(self, **values: Value) -> None:
         """Move controls from Python, as a person would. Raises ParameterError."""

@@ -164,3 +164,11 @@ def test_a_drag_is_one_mark():
     fig = speed_figure(LiveRun(StreamParams(), changes=changes))
     assert [note.text for note in fig.layout.annotations] == ["temperature 1.9", "max_tokens 9"]
     assert [shape.x0 for shape in fig.layout.shapes] == [1.9, 4.0]
+
+
+def test_copy_gives_python_since_no_notebook_takes_these_parameters():
+    """`nanokit run tour -p temperature=…` would be refused: the live panel's parameters are not the notebook's."""
+    shown = panel(Scripted())
+    shown.set(temperature=0.5)
+    shown.copy()
+    assert shown.command == "StreamParams(temperature=0.5)"

@@ -29,6 +29,7 @@ METHODS = {
     "verification": GREEN,
     "reference": GREY,
     "limit": GREY,
+    "limit as stored": GREY,
 }
 
 WIDTH = 660
@@ -74,8 +75,8 @@ HOUSE = go.layout.Template(
 
 
 def color(method: str, index: int = 0) -> str:
-    """The colour of a method: fixed for the names in `METHODS`, otherwise by place in a figure."""
-    return METHODS.get(method, PALETTE[index % len(PALETTE)])
+    """The colour of a method ("limit: 97 MB" is a limit): fixed for `METHODS`, otherwise by place in a figure."""
+    return METHODS.get(method.partition(":")[0], PALETTE[index % len(PALETTE)])
 
 
 def figure(finding: str, *, x: str = "", y: str = "", summary: str = "", height: int = HEIGHT) -> go.Figure:

@@ -24,4 +24,8 @@ def tour(result: Result) -> go.Figure:
         f"limit: {m['bytes_per_token'] / 1e6:.0f} MB from memory": stream_ms,
         f"limit as stored: {m['stored_bytes_per_token'] / 1e6:.0f} MB": stored_ms,
     }
-    return bars(finding, series, unit="time a token (ms)")
+    return bars(
+        finding,
+        series,
+        unit=f"time per token, prompts of {result.params.to_dict()['prompt_tokens']} tokens (ms)",
+    )
