@@ -2,6 +2,9 @@
 
 An instruct model continued without its chat template ends at once or talks past the question, so `generate` sends
 the prompt as one user turn when the model has a template, and `--raw` continues the text itself.
+
+Python keeps bytes of the command line that are no UTF-8 as lone surrogates. Standard input is read the same way, so
+that one check refuses both before a model is loaded.
 """
 
 import argparse
@@ -14,7 +17,7 @@ from nanokit.engine.engine import Engine
 from nanokit.engine.load import LoadedEngine, load
 from nanokit.engine.request import Completion
 from nanokit.engine.sampling import Sampling
-from nanokit.errors import RequestError, TokenizerError
+from nanokit.errors import ParameterError, RequestError, TokenizerError
 
 LOAD_OPTIONS = ("ctx", "kv_memory", "kv_format", "activations", "rope_freq_base", "rope_freq_scale", "force")
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
@@ -23,9 +26,13 @@ SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 def generate(args: argparse.Namespace) -> int:
     """Answer one prompt. The text goes to standard output, the speed to standard error."""
     sampling = _sampling(args)
-    prompt = _read_stdin() if args.prompt == "-" else args.prompt
+    prompt = (
+        _utf8(_read_stdin(), "standard input") if args.prompt == "-" else _utf8(args.prompt, "the prompt")
+    )
     if not prompt.strip():
-        raise RequestError("the prompt is empty", found=repr(prompt), needed="some text")
+        raise RequestError(
+            "the prompt is empty", found=repr(prompt), needed="some text", do="write it after `generate`"
+        )
     engine = _load(args)
     if args.raw or engine.tokenizer.chat_template is None:
         ids = engine.tokenizer.encode(prompt)
@@ -42,6 +49,7 @@ def generate(args: argparse.Namespace) -> int:
 def chat(args: argparse.Namespace) -> int:
     """Turns from standard input until it ends; `/reset` forgets the conversation."""
     sampling = _sampling(args)
+    opening = [{"role": "system", "content": _utf8(args.system, "--system")}] if args.system else []
     engine = _load(args)
     if engine.tokenizer.chat_template is None:
         raise TokenizerError(
@@ -49,9 +57,9 @@ def chat(args: argparse.Namespace) -> int:
             needed="an instruct model",
             do="use `nanokit generate --raw` to continue a text",
         )
-    opening = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(opening)
     interactive = sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr] # a TextIOWrapper here
     if interactive:
         print("One line a turn. Ctrl-C stops an answer, /reset forgets, Ctrl-D ends.", file=sys.stderr)
     while True:
@@ -61,26 +69,24 @@ def chat(args: argparse.Namespace) -> int:
         if line == "/reset":
             messages = list(opening)
         elif line:
-            _turn(engine, messages, line, sampling)
+            try:
+                messages = _turn(engine, messages, line, sampling)
+            except (RequestError, TokenizerError) as error:
+                print(f"nanokit: {error}\n[the turn is forgotten; /reset forgets all]", file=sys.stderr)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                print("\n[stopped; the turn is forgotten]", file=sys.stderr)
 
 
-def _turn(engine: LoadedEngine, messages: list[dict[str, str]], line: str, sampling: Sampling) -> None:
-    """One question and its answer, appended to messages; a question that cannot be served is not kept."""
-    messages.append({"role": "user", "content": line})
-    try:
-        done = _answer(engine, engine.tokenizer.chat_ids(messages), sampling)
-    except KeyboardInterrupt:
-        messages.pop()
-        print("\n[stopped; the turn is forgotten]", file=sys.stderr)
-        return
-    except (RequestError, TokenizerError) as error:
-        messages.pop()
-        print(
-            f"nanokit: {error}\n  do: shorten the turn, or /reset to forget the conversation", file=sys.stderr
-        )
-        return
-    messages.append({"role": "assistant", "content": done.text})
+def _turn(
+    engine: LoadedEngine, messages: list[dict[str, str]], line: str, sampling: Sampling
+) -> list[dict[str, str]]:
+    """Print the answer to one question; returns the conversation with both, and leaves the old one alone."""
+    asked = [*messages, {"role": "user", "content": _utf8(line, "the turn")}]
+    done = _answer(engine, engine.tokenizer.chat_ids(asked), sampling)
     _report(done)
+    return [*asked, {"role": "assistant", "content": done.text}]
 
 
 def _answer(engine: Engine, ids: list[int], sampling: Sampling, *, quiet: bool = False) -> Completion:
@@ -107,6 +113,8 @@ def _report(done: Completion) -> None:
 
 def _load(args: argparse.Namespace) -> LoadedEngine:
     source = args.model
+    if source == "":  # an unset variable of a script, which must not become the working directory
+        raise ParameterError("--model is empty", needed="a file, a folder or org/name", do="or leave it out")
     if source is None:
         from nanokit.model.fetch import TerminalProgress, resolve_default
 
@@ -120,20 +128,26 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 
 
 def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """The options that were given; defaults live where they belong, not in the parser."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) not in (None, False)}
+    """The options that were given, a typed 0 among them; defaults live where they belong, not in the parser."""
+    given = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None and value is not False}
 
 
 def _read_stdin() -> str:
-    raw = sys.stdin.buffer.read()
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").rstrip("\n")
+
+
+def _utf8(text: str, what: str) -> str:
+    """The text, if all of it came in as UTF-8. Raises RequestError naming the first byte that did not."""
     try:
-        return raw.decode("utf-8").rstrip("\n")
-    except UnicodeDecodeError as error:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
         raise RequestError(
-            "standard input is not UTF-8",
-            found=f"byte {error.start}: {raw[error.start]:#04x}",
+            f"{what} is not UTF-8",
+            found=f"byte {ord(text[error.start]) - 0xDC00:#04x} after {error.start} characters",
             needed="UTF-8 text",
         ) from None
+    return text
 
 
 def _next_line(interactive: bool) -> str | None:
@@ -142,5 +156,7 @@ def _next_line(interactive: bool) -> str | None:
     except EOFError:
         return None
     except KeyboardInterrupt:
+        if not interactive:
+            raise
         print(file=sys.stderr)
         return ""
