@@ -144,7 +144,7 @@ def _utf8(text: str, what: str) -> str:
     except UnicodeEncodeError as error:
         raise RequestError(
             f"{what} is not UTF-8",
-            found=f"byte {ord(text[error.start]) - 0xDC00:#04x} after {error.start} characters",
+            found=f"byte {ord(text[error.start]) & 0xFF:#04x} after {error.start} characters",
             needed="UTF-8 text",
         ) from None
     return text

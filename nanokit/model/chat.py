@@ -82,6 +82,8 @@ class ChatTemplate:
     """A compiled chat template. Raises TokenizerError when the source is too large or not a template."""
 
     def __init__(self, source: str) -> None:
+        if not isinstance(source, str):  # GGUF metadata may hold anything under the template's key
+            raise _failure(f"{source!r:.80}", "a text")
         if len(source) > MAX_TEMPLATE:
             raise _failure(f"{len(source)} characters", f"at most {MAX_TEMPLATE}")
         self._sandbox = _Sandbox()

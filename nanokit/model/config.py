@@ -43,6 +43,10 @@ class ModelConfig:
                 raise ModelFileError(
                     f"the model's {name} is not usable", found=repr(value), needed="a positive integer"
                 )
+        if not 0 < self.rms_eps < float("inf"):
+            raise ModelFileError(
+                "the model's rms_eps is not usable", found=self.rms_eps, needed="a positive number"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ModelFileError(
                 "query heads do not divide into key/value heads",
@@ -111,11 +115,11 @@ def config_from_transformers(raw: Mapping[str, Any]) -> ModelConfig:
         num_layers=_integer(raw, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=_integer(raw, "num_key_value_heads", heads),
-        head_dim=_integer(raw, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
+        head_dim=_integer(raw, "head_dim", 128 if architecture == "qwen3" else hidden // max(heads, 1)),
         max_context=_integer(raw, "max_position_embeddings"),
         rms_eps=_number(raw, "rms_norm_eps"),
         rope=_rope_from_transformers(raw),
-        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        tied_head=_boolean(raw, "tie_word_embeddings"),
     )
 
 
@@ -131,9 +135,13 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             needed="fp32, fp16 or bf16 weights, or a GGUF file",
             do="load the unquantized checkpoint, or a GGUF file of the same model",
         )
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+    layer_types = raw.get("layer_types") or []
+    full = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
+    if raw.get("use_sliding_window") or not full:
         raise ModelFileError(
-            "sliding-window attention is not supported", found="use_sliding_window in config.json"
+            "attention other than full attention is not supported",
+            found=f"use_sliding_window {raw.get('use_sliding_window')}, layer_types {layer_types}"[:120],
+            needed="every layer with full attention",
         )
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
@@ -141,9 +149,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _rope_from_transformers(raw: Mapping[str, Any]) -> Rope:
-    nested = raw.get("rope_parameters") or {}
-    legacy = raw.get("rope_scaling") or {}
-    bases = {float(p["rope_theta"]) for p in (raw, nested, legacy) if p.get("rope_theta") is not None}
+    nested, legacy = _mapping(raw, "rope_parameters"), _mapping(raw, "rope_scaling")
+    bases = {_number(p, "rope_theta") for p in (raw, nested, legacy) if p.get("rope_theta") is not None}
     if len(bases) != 1:
         raise ModelFileError(
             "the rope base is missing" if not bases else "two rope bases contradict each other",
@@ -152,9 +159,12 @@ def _rope_from_transformers(raw: Mapping[str, Any]) -> Rope:
             do="take the value from the model's own repository and add it to config.json",
         )
     scaling = nested or legacy
-    if float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
+    partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
         raise ModelFileError(
-            "partial rotary embedding is not supported", found="partial_rotary_factor below 1"
+            "partial rotary embedding is not supported",
+            found=f"partial_rotary_factor {partial!r}",
+            needed="1, or none",
         )
     return _scaled(bases.pop(), str(scaling.get("rope_type", scaling.get("type", "default"))), scaling)
 
@@ -196,6 +206,24 @@ def _number(raw: Mapping[str, Any], key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ModelFileError(f"the model's configuration lacks {key}", found=repr(value), needed="a number")
     return float(value)
+
+
+def _boolean(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key, False)
+    if not isinstance(value, bool):
+        raise ModelFileError(
+            f"the model's configuration has an unusable {key}", found=repr(value), needed="true or false"
+        )
+    return value
+
+
+def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ModelFileError(
+            f"the model's configuration has an unusable {key}", found=f"{value!r:.120}", needed="an object"
+        )
+    return value
 
 
 def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -30,6 +30,12 @@ def config_from_gguf(
         raise ModelFileError(
             "sliding-window attention is not supported", found=f"{arch}.attention.sliding_window"
         )
+    if not keys.get("attention.causal", True):
+        raise ModelFileError(
+            "the model is no language model: its attention looks ahead",
+            found=f"{arch}.attention.causal = False",
+            needed="causal attention",
+        )
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", hidden // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -106,7 +112,7 @@ def _rope(keys: _Keys, head_dim: int, frequency_factors: Sequence[float] | None)
         )
     if frequency_factors is None:
         return Rope(base, linear_factor=factor)
-    factors = tuple(float(f) for f in frequency_factors)
+    factors = tuple(frequency_factors)
     if len(factors) != head_dim // 2 or not all(0 < f < float("inf") for f in factors):
         raise ModelFileError(
             "the tensor rope_freqs.weight is not usable",

@@ -162,7 +162,7 @@ def _sentencepiece(
     merges = _merges_by_score({tokens[index]: float(scores[index]) for index in normal}, vocab)
     unk_token = tokens[unknown] if unknown is not None else None
     backend = Backend(models.BPE(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
-    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefixed = _flag(metadata, "add_space_prefix", True)
     marks = [normalizers.Prepend("\u2581")] if prefixed else []
     backend.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", "\u2581")])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
@@ -225,7 +225,7 @@ def _frame(
     """BOS before and EOS behind a text, where the file or its kind of vocabulary asks for them."""
     marks: dict[str, tuple[str, int] | None] = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
-        wanted, token_id = bool(metadata.get(f"tokenizer.ggml.add_{name}_token", default)), ids[name]
+        wanted, token_id = _flag(metadata, f"add_{name}_token", default), ids[name]
         if wanted and token_id is None:
             raise _broken(
                 f"{name}_token_id", "no such key", f"the id of the {name.upper()} token that texts start with"
@@ -249,8 +249,8 @@ def _end_ids(vocab: Mapping[str, int], types: np.ndarray, ids: Mapping[str, int 
 
 def _array(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(f"tokenizer.ggml.{key}")
-    if value is None or isinstance(value, str) or len(value) == 0:
-        raise _broken(key, "nothing" if value is None else repr(value), "an array of strings")
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str) or len(value) == 0:
+        raise _broken(key, "nothing" if value is None else f"{value!r:.80}", "an array of strings")
     strings = list(value)
     if (kinds := set(map(type, strings))) != {str}:
         raise _broken(
@@ -274,9 +274,18 @@ def _numbers(metadata: Mapping[str, Any], key: str, length: int) -> np.ndarray:
 
 def _token_id(metadata: Mapping[str, Any], name: str, vocab_size: int) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if value is not None and not 0 <= int(value) < vocab_size:
-        raise _broken(f"{name}_token_id", value, f"an id below {vocab_size}")
-    return None if value is None else int(value)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < vocab_size:
+        raise _broken(f"{name}_token_id", f"{value!r:.80}", f"an id below {vocab_size}")
+    return value
+
+
+def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(value, bool):
+        raise _broken(key, f"{value!r:.80}", "a truth value")
+    return value
 
 
 def _broken(key: str, found: object, needed: str) -> TokenizerError:

@@ -172,3 +172,10 @@ def test_a_model_without_a_template_says_so() -> None:
     """A base model asked to chat."""
     with pytest.raises(TokenizerError, match="no chat template"):
         Tokenizer.from_gguf(byte_level_metadata()).chat_text(CHATS[0])
+
+
+@pytest.mark.parametrize("source", [5, ["{{ messages }}"]])
+def test_a_template_that_is_no_text_is_refused(source: Any) -> None:
+    """The key of a GGUF file may hold a number or an array."""
+    with pytest.raises(TokenizerError, match="chat template failed"):
+        Tokenizer.from_gguf({**byte_level_metadata(), "tokenizer.chat_template": source}).chat_text(CHATS[0])

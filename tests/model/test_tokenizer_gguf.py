@@ -235,6 +235,12 @@ def test_end_closes_only_a_message_beside_return_and_call() -> None:
         ({"bos_token_id": 10_000}, "10000"),
         ({"eos_token_id": -1}, "-1"),
         ({"bos_token_id": None, "add_bos_token": True}, "bos_token_id"),
+        ({"bos_token_id": "one"}, "bos_token_id"),
+        ({"eos_token_id": [1]}, "eos_token_id"),
+        ({"eos_token_id": True}, "eos_token_id"),
+        ({"add_bos_token": "false"}, "add_bos_token"),  # bool("false") is True
+        ({"tokens": 7}, "tokens"),
+        ({"merges": 7}, "merges"),
     ],
 )
 def test_broken_or_unsupported_vocabularies_are_refused(changes: dict[str, Any], says: str) -> None:
