@@ -1,15 +1,17 @@
 """The `nanokit` command: one thin function a subcommand, everything else lives where it belongs.
 
 A foreseen failure prints what, found, needed and do on standard error and exits with its code: 2 for what was typed
-(options, parameters, prompts), 1 for everything else, 130 after Ctrl-C. Modules are imported by the subcommand that
-needs them, so that `nanokit --help` answers at once.
+(options, parameters, prompts), 1 for everything else, 130 after Ctrl-C. The reader of a pipe that goes away early
+(`| head`) is nothing to talk about: the exit code says it. Modules are imported by the subcommand that needs them,
+so that `nanokit --help` answers at once.
 """
 
 import argparse
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from nanokit import __version__
 from nanokit.errors import NanokitError, ParameterError
@@ -17,18 +19,35 @@ from nanokit.errors import NanokitError, ParameterError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and turn errors into exit codes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show becomes \\uXXXX
+            stream.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     try:
-        return args.command(args)
+        code: int = args.command(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a failure is still a message
+        return code
     except NanokitError as error:
         print(f"nanokit: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("nanokit: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has gone; keep the interpreter from flushing into it again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _discard_output()
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _discard_output()
+        print(f"nanokit: no space is left to write to\n  found: {error}\n  do: free some", file=sys.stderr)
+        return 1
+
+
+def _discard_output() -> None:
+    """Keep the interpreter from flushing at its end into what has just failed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # -- run, runs, lab ---------------------------------------------------------------------------------------------------
@@ -120,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_runs(commands)
     lab = commands.add_parser("lab", help="open JupyterLab on the tour")
-    lab.add_argument("notebook", nargs="?", type=Path, help="another notebook")
+    lab.add_argument("notebook", nargs="?", default="00_tour", help="name (tour, 00_tour) or path")
     lab.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
     lab.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="passed on to jupyter lab")
     lab.set_defaults(command=_lab)

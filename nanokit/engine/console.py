@@ -83,7 +83,7 @@ def _turn(
     engine: LoadedEngine, messages: list[dict[str, str]], line: str, sampling: Sampling
 ) -> list[dict[str, str]]:
     """Print the answer to one question; returns the conversation with both, and leaves the old one alone."""
-    asked = [*messages, {"role": "user", "content": _utf8(line, "the turn")}]
+    asked = [*messages, {"role": "user", "content": line}]
     done = _answer(engine, engine.tokenizer.chat_ids(asked), sampling)
     _report(done)
     return [*asked, {"role": "assistant", "content": done.text}]
@@ -152,7 +152,7 @@ def _utf8(text: str, what: str) -> str:
 
 def _next_line(interactive: bool) -> str | None:
     try:
-        return input("> " if interactive else "").strip()
+        return _utf8(input("> " if interactive else "").strip(), "the turn")
     except EOFError:
         return None
     except KeyboardInterrupt:

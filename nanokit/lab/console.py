@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanokit.lab.cell import find_notebook, read_cell, read_notebook
+from nanokit.lab.params import Value
 from nanokit.lab.records import default_runs_dir
 from nanokit.lab.result import figure
 from nanokit.lab.table import Table
@@ -15,8 +15,7 @@ def run(notebook: str, params: Mapping[str, str], timeout_s: int) -> int:
     """Run one notebook and print its summary."""
     from nanokit.lab.runner import run_notebook
 
-    _fetch_if_needed(notebook, params)
-    done = run_notebook(notebook, params, cell_timeout_s=timeout_s)
+    done = run_notebook(notebook, params, cell_timeout_s=timeout_s, before=_fetch_if_needed)
     _summary(done.record, done.output)
     return 0
 
@@ -25,7 +24,7 @@ def repeat(reference: str, notebook: str | None, timeout_s: int) -> int:
     """Run a record again; the figures that do not depend on the clock must be equal."""
     from nanokit.lab.repeat import repeat_run
 
-    done = repeat_run(reference, notebook, cell_timeout_s=timeout_s)
+    done = repeat_run(reference, notebook, cell_timeout_s=timeout_s, before=_fetch_if_needed)
     _summary(done.run.record, done.run.output)
     print(f"repeated {reference}: {done.compared} figures and texts that do not depend on time are equal")
     return 0
@@ -35,18 +34,22 @@ def grid(notebook: str, axes: list[str], params: Mapping[str, str], timeout_s: i
     """Run every combination that has no good record yet; 1 when a point failed."""
     from nanokit.lab.grid import run_grid
 
-    _fetch_if_needed(notebook, params)
     done = run_grid(
-        notebook, axes, params, cell_timeout_s=timeout_s, report=lambda line: print(line, file=sys.stderr)
+        notebook,
+        axes,
+        params,
+        cell_timeout_s=timeout_s,
+        report=lambda line: print(line, file=sys.stderr),
+        before=_fetch_if_needed,
     )
     print(done.table())
     print(f"records: {_near(default_runs_dir() / 'records.jsonl')}")
     return 1 if done.failed else 0
 
 
-def _fetch_if_needed(notebook: str, params: Mapping[str, str]) -> None:
+def _fetch_if_needed(params: Mapping[str, Value]) -> None:
     """A notebook that takes a model and was given none needs the default one; here its progress shows."""
-    if params.get("model") or "model" not in read_cell(read_notebook(find_notebook(notebook))):
+    if params.get("model") != "":
         return
     from nanokit.model.fetch import TerminalProgress, resolve_default
 

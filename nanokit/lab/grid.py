@@ -79,12 +79,13 @@ def run_grid(
     runs: Path | None = None,
     cell_timeout_s: int = CELL_TIMEOUT_S,
     report: Callable[[str], None] = lambda line: None,
+    before: Callable[[Mapping[str, Value]], None] = lambda params: None,
 ) -> Grid:
     """Run every point that has no good record yet; the last axis varies fastest.
 
-    axes: as typed ("k=1,3,7"), or name -> values. params: those that all points share. report: told one line
-    a point. Raises ParameterError before the first run when any point is invalid. Points that fail are in the
-    result.
+    axes: as typed ("k=1,3,7"), or name -> values. params: those that all points share. report: told a line
+    when a point begins and one when it ends. before: see `run_notebook`; not called for skipped points.
+    Raises ParameterError before the first run when any point is invalid. Points that fail are in the result.
     """
     source = find_notebook(str(notebook))
     nb = read_notebook(source)
@@ -106,26 +107,24 @@ def run_grid(
             "inputs": input_files(one.full),
             "versions": versions(),
         }
-        point = _run_point(source, one.injected, shown, wanted, runs, cell_timeout_s)
+        if (done := _good_record(wanted, runs)) is not None:
+            point = Point(shown, "skipped", done)
+        else:
+            try:
+                run = run_notebook(
+                    source, one.injected, runs=runs, cell_timeout_s=cell_timeout_s, before=before
+                )
+                point = Point(shown, "ok", run.record["run_id"])
+            except NotebookRunError as error:
+                point = Point(shown, "failed", None, f"{error.what}: {error.found}")
         report(f"[{number}/{len(resolved)}] {point.status} {point.run_id or ''} {point.message}".rstrip())
         points.append(point)
     return Grid(tuple(points))
 
 
-def _run_point(
-    source: Path,
-    params: Mapping[str, Value],
-    shown: dict[str, Value],
-    wanted: Mapping[str, Any],
-    runs: Path,
-    cell_timeout_s: int,
-) -> Point:
-    """wanted: what an older record must hold to stand for this point."""
+def _good_record(wanted: Mapping[str, Any], runs: Path) -> str | None:
+    """Run id of the newest record that stands for a point; wanted: what it must hold."""
     for old in reversed(read_records(runs)[0]):
         if all(old.get(name) == value for name, value in wanted.items()):
-            return Point(shown, "skipped", old["run_id"])
-    try:
-        run = run_notebook(source, params, runs=runs, cell_timeout_s=cell_timeout_s)
-    except NotebookRunError as error:
-        return Point(shown, "failed", None, f"{error.what}: {error.found}")
-    return Point(shown, "ok", run.record["run_id"])
+            return str(old["run_id"])
+    return None

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Literal
+from urllib.parse import quote
 
 from nanokit import paths
 from nanokit.errors import NanokitError
+from nanokit.lab.cell import find_notebook
 
 OVERRIDES = {
     "@jupyterlab/apputils-extension:kernels-settings": {"commsOverSubshells": "disabled"},
@@ -102,7 +104,9 @@ def lab_command(notebook: Path, *, browser: bool = True, arguments: Sequence[str
     """The command line: loopback only, Jupyter's own token.
 
     The file browser's root is the folder around notebooks/ for the kit's own notebooks (an absolute path),
-    so that data/ and runs/ of a checkout are in reach, and the notebook's own folder for any other.
+    so that data/ and runs/ of a checkout are in reach, and the notebook's own folder for any other. The notebook
+    is named as the default address rather than as the file to open: Jupyter prints only the former, and who
+    starts without a browser goes by what is printed.
     """
     home = paths.notebooks_dir()
     root = home.parent if notebook.is_relative_to(home) else notebook.parent
@@ -110,7 +114,7 @@ def lab_command(notebook: Path, *, browser: bool = True, arguments: Sequence[str
         sys.executable,
         "-m",
         "jupyterlab",
-        str(notebook),
+        f"--LabApp.default_url=/lab/tree/{quote(notebook.relative_to(root).as_posix())}",
         f"--ServerApp.root_dir={root}",
         "--ServerApp.ip=127.0.0.1",
         *([] if browser else ["--no-browser"]),
@@ -120,22 +124,15 @@ def lab_command(notebook: Path, *, browser: bool = True, arguments: Sequence[str
 
 
 def launch_lab(
-    notebook: str | Path | None = None, *, browser: bool = True, arguments: Sequence[str] = ()
+    notebook: str | Path = "00_tour", *, browser: bool = True, arguments: Sequence[str] = ()
 ) -> int:
-    """Open JupyterLab on a notebook (default: the tour) and stay until it ends; returns its exit code.
+    """Open JupyterLab on a notebook (a path or a shipped one's name) and stay until it ends; returns its exit code.
 
     Jupyter itself prints the address with its token. Ctrl-C and SIGTERM go to Jupyter, which asks or shuts
-    its kernels down; nothing is left running. arguments: passed on to `jupyter lab`. Raises NanokitError
-    for a missing notebook.
+    its kernels down; nothing is left running. arguments: passed on to `jupyter lab`. Raises NotebookRunError for
+    a missing notebook.
     """
-    path = Path(notebook).resolve() if notebook else paths.notebooks_dir() / "00_tour.ipynb"
-    if not path.is_file():
-        raise NanokitError(
-            "there is no such notebook",
-            found=str(path),
-            needed="an .ipynb file",
-            do=f"choose one of {paths.notebooks_dir()}",
-        )
+    path = find_notebook(str(notebook))
     server = subprocess.Popen(lab_command(path, browser=browser, arguments=arguments), env=lab_environment())
 
     def pass_on(number: int, _frame: FrameType | None) -> None:

@@ -95,10 +95,9 @@ class Knob:
             )
             if outside:
                 raise ParameterError(
-                    f"parameter {self.name!r} is out of range",
+                    f"parameter {self.name!r} ({self.help}) is out of range",
                     found=repr(item),
                     needed=self.allowed or "a finite number",
-                    do=self.help,
                 )
 
 
@@ -211,11 +210,10 @@ def _explained(error: ValidationError, knobs: Mapping[str, Knob]) -> ParameterEr
         return unknown_parameter(name, knobs)
     knob_ = knobs[name]
     return ParameterError(
-        f"parameter {name!r} has the wrong type",
+        f"parameter {name!r} ({knob_.help}) has the wrong type",
         found=f"{first['input']!r} ({type(first['input']).__name__})",
         needed=f"{knob_.type_name}: {TYPE_NAMES[knob_.type_name]}"
         + (f", {knob_.allowed}" if knob_.allowed else ""),
-        do=knob_.help,
     )
 
 

@@ -5,13 +5,14 @@ and whatever is not a timing (`result.is_timing` tells by the name) has to be eq
 was rejected: it would hide exactly the drift that the kit's contracts exclude.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanokit.errors import NotebookRunError
 from nanokit.lab.cell import content_hash, find_notebook, read_notebook
+from nanokit.lab.params import Value
 from nanokit.lab.records import RecordError, default_runs_dir, find_record
 from nanokit.lab.result import is_timing
 from nanokit.lab.runner import CELL_TIMEOUT_S, Run, run_notebook
@@ -31,12 +32,13 @@ def repeat_run(
     *,
     runs: Path | None = None,
     cell_timeout_s: int = CELL_TIMEOUT_S,
+    before: Callable[[Mapping[str, Value]], None] = lambda params: None,
 ) -> Repeat:
     """Run the notebook of a record again with the record's parameters.
 
     reference: a run id, its beginning, or "last". notebook: where it is, if it is none of the shipped ones (a
-    record holds its name only). Raises RecordError when there is no such record or it has nothing to compare;
-    NotebookRunError listing every difference; and what `run_notebook` raises.
+    record holds its name only). before: see `run_notebook`. Raises RecordError when there is no such record
+    or it has nothing to compare; NotebookRunError listing every difference; and what `run_notebook` raises.
     """
     runs = (runs or default_runs_dir()).resolve()
     recorded = find_record(runs, reference)
@@ -49,7 +51,7 @@ def repeat_run(
     if not comparable(recorded):
         raise RecordError(f"run {recorded['run_id']} holds only timings", do="there is nothing to compare")
     source = find_notebook(str(notebook or recorded["notebook"]))
-    run = run_notebook(source, recorded["params"], runs=runs, cell_timeout_s=cell_timeout_s)
+    run = run_notebook(source, recorded["params"], runs=runs, cell_timeout_s=cell_timeout_s, before=before)
     differences = compare(recorded, run.record)
     if differences:
         changed = content_hash(read_notebook(source)) != recorded.get("notebook_sha256")

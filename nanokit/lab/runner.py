@@ -21,7 +21,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any
 
 import nbformat
 
-from nanokit.errors import NotebookRunError
+from nanokit.errors import NotebookRunError, ParameterError
 from nanokit.lab.cell import content_hash, find_notebook, read_notebook, resolve
 from nanokit.lab.params import Value
 from nanokit.lab.provenance import code_hash, input_files, provenance, without_paths
@@ -60,23 +60,30 @@ def run_notebook(
     *,
     runs: Path | None = None,
     cell_timeout_s: int = CELL_TIMEOUT_S,
+    before: Callable[[Mapping[str, Value]], None] = lambda params: None,
 ) -> Run:
     """Execute a notebook and return its executed copy and record.
 
     notebook: a path, or a shipped one's name ("00_tour", "tour"). params: by name; a str is read as the
-    parameter's type, other values are checked against it. runs: default `default_runs_dir()`. Raises
-    ParameterError before anything runs; NotebookRunError when a cell fails, times out or kills its kernel,
-    after the executed copy and a record of status "failed" are written. KeyboardInterrupt passes through,
-    after a record of status "interrupted".
+    parameter's type, other values are checked against it. runs: default `default_runs_dir()`. before: called
+    with all parameters once everything is checked and before the clock starts. Raises ParameterError before
+    anything runs; NotebookRunError when a cell fails, times out or kills its kernel, after the executed copy
+    and a record of status "failed" are written. KeyboardInterrupt passes through, after a record of status
+    "interrupted".
     """
     source = find_notebook(str(notebook))
     nb = read_notebook(source)
     resolved = resolve(nb, params or {}, source.parent)
+    if cell_timeout_s < 1:  # nbclient reads these as no limit
+        raise ParameterError(
+            "the cell timeout is out of range", found=f"{cell_timeout_s} s", needed="at least 1 s"
+        )
     runs = (runs or default_runs_dir()).resolve()
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(runs, error) from error
+    before(resolved.full)
     started, clock = datetime.now(UTC), time.perf_counter()
     run_id = new_run_id(started)
     stamp, _, short = run_id.partition("-")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanokit.errors import ParameterError
 from nanokit.lab.records import default_runs_dir, find_record, read_records
 from nanokit.lab.result import figure, is_timing
 from nanokit.lab.table import Table
@@ -14,8 +15,12 @@ def list_runs(
 ) -> tuple[Table, list[str]]:
     """The newest runs, oldest first, and one sentence for each line of the file that is no record.
 
-    notebook: only runs of this one. last: at most so many, 0 for all.
+    notebook: only runs of this one. last: at most so many, 0 for all. Raises ParameterError when it is negative.
     """
+    if last < 0:
+        raise ParameterError(
+            "the number of runs to list is negative", found=last, needed="0 for all, or more"
+        )
     records, problems = read_records(runs or default_runs_dir())
     chosen = [r for r in records if notebook in (None, r.get("notebook"))]
     rows = [

@@ -26,9 +26,10 @@ def scripted(monkeypatch):
     """run_notebook without a kernel: k=0 fails, anything else leaves the record that a run would leave."""
     ran = []
 
-    def run(source, params, *, runs, cell_timeout_s):
+    def run(source, params, *, runs, cell_timeout_s, before):
         nb = read_notebook(source)
         full = resolve(nb, params, source.parent).full
+        before(full)
         ran.append(full["k"])
         record = {
             "run_id": f"run-{len(ran)}",
@@ -76,6 +77,14 @@ def test_every_combination_runs_once_and_a_second_call_runs_none(demo, tmp_path,
     assert [p.status for p in again.points] == ["skipped"] * 4
     assert [p.run_id for p in again.points] == [p.run_id for p in first.points]
     assert len(scripted) == 4
+
+
+def test_nothing_is_prepared_for_points_that_are_skipped(demo, tmp_path, scripted):
+    """The command line fetches the model there: a resumed grid, or one over models, needs none."""
+    prepared: list[int] = []
+    for axes in (["k=1,3"], ["k=1,3,4"]):
+        run_grid(demo, axes, runs=tmp_path / "runs", before=lambda full: prepared.append(full["k"]))
+    assert prepared == [1, 3, 4]
 
 
 def test_a_failed_point_is_counted_retried_and_does_not_stop_the_grid(demo, tmp_path, scripted):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nanokit.errors import NanokitError
+from nanokit.errors import NotebookRunError
 from nanokit.lab import jupyter
+from nanokit.paths import notebooks_dir
 
 
 @pytest.fixture
@@ -79,9 +80,10 @@ def test_an_unwritable_environment_is_named_and_worked_around(app_dir, monkeypat
 
 def test_lab_is_on_loopback_with_its_token(tmp_path):
     """Guards a server that others can reach, or that needs no token."""
-    notebook = tmp_path / "n.ipynb"
+    notebook = tmp_path / "my n.ipynb"
     command = jupyter.lab_command(notebook, browser=False, arguments=["--port=1"])
-    assert command[:4] == [sys.executable, "-m", "jupyterlab", str(notebook)]
+    assert command[:3] == [sys.executable, "-m", "jupyterlab"]
+    assert "--LabApp.default_url=/lab/tree/my%20n.ipynb" in command, "the address printed would not open it"
     assert "--ServerApp.ip=127.0.0.1" in command
     assert f"--ServerApp.root_dir={tmp_path}" in command
     assert command[-1] == "--port=1"
@@ -92,8 +94,19 @@ def test_lab_is_on_loopback_with_its_token(tmp_path):
 
 def test_a_missing_notebook_starts_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(jupyter.subprocess, "Popen", lambda *a, **k: pytest.fail("started"))
-    with pytest.raises(NanokitError, match="no such notebook"):
+    with pytest.raises(NotebookRunError, match="no notebook"):
         jupyter.launch_lab(tmp_path / "no.ipynb")
+
+
+def test_lab_opens_a_shipped_notebook_by_the_name_that_run_takes(tmp_path, monkeypatch):
+    """`nanokit lab tour` used to look for a file named tour in the working directory."""
+    opened = []
+    monkeypatch.setattr(
+        jupyter, "lab_command", lambda path, **k: opened.append(path) or [sys.executable, "-c", ""]
+    )
+    monkeypatch.setattr(jupyter, "lab_environment", lambda: dict(os.environ))
+    assert jupyter.launch_lab("tour") == 0
+    assert opened == [notebooks_dir() / "00_tour.ipynb"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
