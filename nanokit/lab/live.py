@@ -40,7 +40,13 @@ class Event:
 
 
 class Stepper(Protocol):
-    """A generation that is advanced by iterating and steered between two steps."""
+    """A generation that is advanced by iterating and steered between two steps.
+
+    steers: the parameters that a running generation takes; a change of any other waits for the next run.
+    """
+
+    @property
+    def steers(self) -> frozenset[str]: ...
 
     def start(self, params: Any) -> Iterator[Event]:
         """Begin; each `next` is one step. Closing the iterator ends the generation."""
@@ -146,10 +152,14 @@ class LivePanel(PanelBase):
         if newest is None:
             return
         before, after = run.params.to_dict(), newest.to_dict()
-        changed = {name: value for name, value in after.items() if value != before[name]}
+        changed = {
+            name: after[name]
+            for name in after
+            if after[name] != before[name] and name in self._stepper.steers
+        }
         if changed:
-            self._stepper.update(newest)
-            run.params = newest
+            run.params = newest.from_mapping({**before, **changed})
+            self._stepper.update(run.params)
             run.changes.append((run.seconds, changed))
 
     def _show(self, run: LiveRun) -> None:

@@ -12,9 +12,9 @@ import warnings
 def setup() -> None:
     """Prepare this kernel for a notebook of the kit; silent, and harmless when called twice.
 
-    - A figure at the end of a cell is stored with a PNG beside it (`plots.show` does the same, with its
-    size). - Hugging Face's progress bars are off, and its tokenizers do not warn about forks. - A warning
-    is printed as one line without the file it came from; none is hidden.
+    - A figure at the end of a cell is stored with a PNG beside it, as `plots.show` does.
+    - Hugging Face's progress bars are off, and its tokenizers do not warn about forks.
+    - A warning is printed as one line without the file it came from; none is hidden.
 
     It sets no thread count, no default device and no gradient mode: widget callbacks run in other threads,
     where such settings do not hold, so engines take them explicitly.

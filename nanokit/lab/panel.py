@@ -2,7 +2,7 @@
 
     p = TourParams.from_notebook(globals())
     result = lab.tour(p)
-    Panel(lab.tour, p, plots.tour, result=result, notebook="00_tour.ipynb")
+    Panel(lab.tour, p, plots.tour, result=result, notebook="tour")
 
 Anything that touches a model runs on Run only, in the panel's worker thread and under the measurement lock.
 Cheap arithmetic may be `live`: it redraws while a slider moves. Headless (`nanokit run`, pytest, nbval) a
@@ -46,7 +46,7 @@ class Panel(PanelBase):
         *,
         result: Result | None = None,
         live: Callable[[Any], go.Figure] | None = None,
-        notebook: str = "00_tour.ipynb",
+        notebook: str | None = None,
         hidden: Sequence[str] = (),
         interactive: bool | None = None,
     ) -> None:
@@ -54,8 +54,8 @@ class Panel(PanelBase):
         cell has it.
 
         live: arithmetic on params that redraws the figure while a slider moves. hidden: parameters without
-        a control. notebook: named by Copy parameters. interactive: None = widgets unless `headless()`.
-        Headless, an error of the experiment is raised.
+        a control. notebook: which one Copy parameters names; None copies Python. interactive: None = widgets
+        unless `headless()`. Headless, an error of the experiment is raised.
         """
         interactive = not headless() if interactive is None else interactive
         self.after_stop = " The figure is of the run before." if result is not None else ""

@@ -120,8 +120,9 @@ class PanelBase:
         except NanokitError as error:
             self._fail(error)
             return
-        if not self._worker.submit(params):
+        if self._worker.running:  # said before it is submitted: afterwards it could cover "Done" for good
             self._tell("running", "The current run ends first; then these parameters are measured.")
+        self._worker.submit(params)
 
     def stop(self) -> None:
         """What Stop does: the run ends at its next step; a waiting one is dropped."""

@@ -5,10 +5,9 @@ and a test each hand in what they can show. `tqdm.auto` inside the experiment wa
 notebook its text is a bar that stands at 0 %, and nbval compares its timings.
 """
 
-import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from nanokit.errors import NanokitError
 
@@ -41,31 +40,6 @@ class Silent:
 
     def step(self, text: str = "") -> None:
         pass
-
-
-class StderrProgress:
-    """A tqdm bar on standard error, for the command line; plain text, whatever the front end."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def start(self, total: int, text: str = "") -> None:
-        from tqdm import tqdm
-
-        self.close()
-        self._bar = tqdm(total=total, desc=text or None, file=sys.stderr, leave=False, unit="step")
-
-    def step(self, text: str = "") -> None:
-        if text:
-            self._bar.set_description_str(text, refresh=False)
-        self._bar.update(1)
-        if self._bar.n >= self._bar.total:
-            self.close()
-
-    def close(self) -> None:
-        """Take the bar off the screen; needed only when an experiment ends early."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 class CallbackProgress:

@@ -167,8 +167,10 @@ def find_record(runs: Path, reference: str) -> dict[str, Any]:
 
 
 def _dumps(value: Mapping[str, Any]) -> str:
+    """Readable JSON that is always UTF-8: half a character (of a broken file name, say) stays an escape."""
     try:
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+        return text.encode("utf-8", "backslashreplace").decode()
     except TypeError as error:
         raise RecordError(
             "the record is not JSON", found=str(error), needed="numbers, texts, lists, dicts"

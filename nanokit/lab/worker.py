@@ -30,16 +30,14 @@ class Worker:
         with self._mutex:
             return self._thread is not None
 
-    def submit(self, params: Params) -> bool:
-        """Run params now, or after the current run in place of anything waiting (False)."""
+    def submit(self, params: Params) -> None:
+        """Run params now, or after the current run in place of anything waiting."""
         with self._mutex:
             self._pending = params
-            if self._thread is not None:
-                return False
-            self._cancel = threading.Event()
-            self._thread = threading.Thread(target=self._loop, name="nanokit-panel", daemon=True)
-            self._thread.start()
-            return True
+            if self._thread is None:
+                self._cancel = threading.Event()
+                self._thread = threading.Thread(target=self._loop, name="nanokit-panel", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
         """Ask the current run to end at its next step, and drop what waits."""

@@ -20,10 +20,13 @@ def own_lock(tmp_path, monkeypatch):
 class StreamParams(Params):
     temperature: float = knob(0.0, "randomness", low=0.0, high=2.0, step=0.1)
     max_tokens: int = knob(20, "length", unit="tokens", low=1, high=100)
+    question: str = knob("why", "what is asked")
 
 
 class Scripted:
     """A stepper whose every step takes `step_s` on its own clock and passes a gate when there is one."""
+
+    steers = frozenset({"temperature", "max_tokens"})
 
     def __init__(self, step_s=0.1, at_step=None):
         self.now, self.step_s, self.at_step = 0.0, step_s, at_step or {}
@@ -108,6 +111,26 @@ def test_a_slider_moved_before_run_is_no_change():
     assert shown.wait(WAIT)
     assert stepper.params.temperature == 1.0
     assert (stepper.updates, shown.result.changes) == ([], [])
+
+
+def test_what_cannot_change_on_the_way_is_not_marked_as_changed():
+    """Another question waits for the next run; a dashed line would say that the text beside it is its answer."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def pause():
+        entered.set()
+        assert go_on.wait(WAIT)
+
+    stepper = Scripted(at_step={5: pause})
+    shown = panel(stepper)
+    shown.run()
+    assert entered.wait(WAIT)
+    shown.set(question="how", temperature=0.7)
+    go_on.set()
+    assert shown.wait(WAIT)
+    assert [changed for _, changed in shown.result.changes] == [{"temperature": 0.7}]
+    assert shown.result.params == StreamParams(temperature=0.7)
+    assert not shown.figure.layout.annotations[0].text.startswith("question")
 
 
 def test_stop_closes_the_generation_and_keeps_the_text():

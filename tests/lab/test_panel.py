@@ -264,8 +264,33 @@ def test_repr_is_stable_and_the_bundle_has_a_picture_beside_the_widget(monkeypat
     assert metadata["image/png"]["alt"] == "Press Run to measure"
 
 
-def test_copy_shows_the_command_escaped():
+def test_copy_names_no_notebook_that_was_not_given():
+    """It named the tour, which would refuse another experiment's parameters."""
     shown = panel()
+    shown.set(depth=2)
+    assert shown.command == "ToyParams(depth=2)"
+
+
+def test_the_last_word_of_the_status_line_is_the_runs_own(monkeypatch):
+    """A queued run that ends before Run's callback goes on was covered by "the current run ends first" for good."""
+    gate = Gate()
+    shown = panel(gate)
+    submit = shown._worker.submit
+
+    def submit_and_lose_the_processor(params):
+        gate.open.set()
+        submit(params)
+        assert shown.wait(WAIT)
+
+    shown.run()
+    assert gate.entered.wait(WAIT)
+    monkeypatch.setattr(shown._worker, "submit", submit_and_lose_the_processor)
+    shown.run()
+    assert shown.status == "done"
+
+
+def test_copy_shows_the_command_escaped():
+    shown = panel(notebook="toy")
     shown.set(text="<b>")
     shown.copy_button.click()
     assert "&#x27;text=&lt;b&gt;&#x27;" in shown._command.value

@@ -57,6 +57,13 @@ def test_scalars_of_numpy_and_torch_are_numbers_and_anything_else_is_refused(tmp
     assert len(read_records(tmp_path)[0]) == 1, "a refused record must leave nothing behind"
 
 
+def test_half_a_character_does_not_lose_the_record(tmp_path):
+    """An error's message may hold a file name that is no UTF-8; the record of the failure went down with it."""
+    append_record(tmp_path, line(error={"cell": 1, "type": "OSError", "message": "no \udcff.gguf, é"}))
+    [found], problems = read_records(tmp_path)
+    assert (found["error"]["message"], problems) == ("no \udcff.gguf, é", [])
+
+
 @pytest.mark.parametrize("bad", ["{half", '{"schema": "other"}', '{"schema": "nanokit.run/1"}', "[]", "null"])
 def test_a_corrupt_line_is_named_and_the_others_are_read(tmp_path, bad):
     append_record(tmp_path, line("first"))

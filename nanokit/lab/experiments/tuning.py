@@ -32,6 +32,8 @@ class TuningParams(Params):
 class TuningStepper:
     """`start` begins an answer, each step is one token, `update` changes the settings from the next token on."""
 
+    steers = frozenset({"temperature", "top_p", "max_tokens"})
+
     def __init__(self) -> None:
         self._stream: Stream | None = None
         self._model = ""
@@ -47,7 +49,7 @@ class TuningStepper:
                 yield Event(chunk.text, len(chunk.token_ids))
 
     def update(self, params: TuningParams) -> None:
-        """Settings only: another question, model or seed waits for the next run."""
+        """Change the settings of the answer that is being written, if it still is."""
         if self._stream is not None:
             engine_for(self._model).update(self._stream.request_id, _sampling(params, keep_seed=True))
 
