@@ -39,12 +39,11 @@ class Stream(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         """The next chunk. Raises the request's own error when it failed."""
-        if not self._open:
-            raise StopIteration
         try:
-            while not self._inbox:
+            while (chunk := self._take()) is None:
+                if not self._open:  # from the start, or because another thread closed it meanwhile
+                    raise StopIteration
                 self._driver.advance_for(self._inbox)
-            chunk = self._inbox.popleft()
             if chunk.error is not None:
                 raise chunk.error
         except BaseException:  # an interrupt too must not leave the request behind
@@ -53,6 +52,12 @@ class Stream(Iterator[Chunk]):
         if chunk.finish_reason is not None:
             self.close()
         return chunk
+
+    def _take(self) -> Chunk | None:
+        try:
+            return self._inbox.popleft() if self._open else None
+        except IndexError:
+            return None
 
     def result(self) -> Completion:
         """Run to the end and return the completion. Raises RequestError when the end has been read

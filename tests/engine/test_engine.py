@@ -426,6 +426,30 @@ def test_threads_share_an_engine_and_each_gets_its_own_answers():
     assert run(engine)[added].token_ids == solo([30, 31], WARM)
 
 
+def test_a_stream_read_or_closed_by_several_threads_ends_for_each_of_them():
+    """Whoever takes the last chunk must not leave the other readers waiting for one more, for ever."""
+    engine = make_engine(script([0], 1), max_context=2000, num_blocks=600)
+    for close_early in (False, True):
+        stream = engine.stream([9], Sampling(max_tokens=300))
+        got: list[list[int]] = [[], [], []]
+
+        def read(index: int) -> None:
+            for chunk in stream:  # noqa: B023 - the threads end before the next round
+                got[index] += chunk.token_ids  # noqa: B023
+
+        threads = [threading.Thread(target=read, args=(index,), daemon=True) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        if close_early:
+            stream.close()
+        for thread in threads:
+            thread.join(timeout=30)
+        assert not any(thread.is_alive() for thread in threads)
+        assert close_early or sum(map(len, got)) == 300
+        assert engine.pool.held == 0
+        assert engine._inboxes == {}
+
+
 def test_two_engines_side_by_side_do_not_meet():
     one, two = make_engine(), make_engine(script([0, 1, 38], 2))
     first, second = one.stream([1, 2], WARM), two.stream([1, 2])
