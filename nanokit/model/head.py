@@ -77,9 +77,10 @@ class FullHead:
         if ids is not None:
             weight, bias = weight[ids], None if bias is None else bias[ids]
         out = torch.nn.functional.linear(hidden.float(), weight, bias)
-        for row, edit in zip(out, edits or (), strict=False):
-            if edit is not None:
-                _apply(row, edit, ids)
+        if edits is not None:
+            for row, edit in zip(out, edits, strict=True):
+                if edit is not None:
+                    _apply(row, edit, ids)
         return out
 
     def argmax(self, hidden: Tensor, edits: Edits | None = None) -> Tensor:
