@@ -22,19 +22,25 @@ def free_memory() -> int:
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = int((CGROUP / "memory.current").read_text())
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except OSError:
         return free
-    return free if limit == "max" else max(0, min(free, int(limit) - used))
+    if limit == "max":
+        return free
+    # The container is charged for cached files too, the model's own first of all; that memory is given back.
+    used -= int(counts.get("inactive_file", 0))
+    return max(0, min(free, int(limit) - used))
 
 
 def parse_bytes(value: int | str) -> int:
     """Bytes from 536870912, "512MiB", "2G" (binary) or "2GB" (decimal). Raises ParameterError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(value))
     if match is None or match[2].upper() not in UNITS:
         raise ParameterError(
             "not a memory size",
             found=repr(value),
             needed="bytes, or a number with KiB, MiB, GiB, KB, MB or GB",
+            do="write 512MiB or 2GiB, for instance",
         )
     return int(float(match[1]) * UNITS[match[2].upper()])
 
