@@ -7,6 +7,7 @@ then read weights. A refusal therefore costs milliseconds and names the option t
 from pathlib import Path
 
 from nanokit.engine.engine import Engine, EngineConfig
+from nanokit.engine.settings import checked_call
 from nanokit.errors import ParameterError
 from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
 from nanokit.model.config import ModelConfig, override_rope
@@ -25,6 +26,7 @@ class LoadedEngine(Engine):
     model: Transformer
 
 
+@checked_call
 def load(
     source: str | Path | None = None,
     *,

@@ -1,41 +1,44 @@
-"""Frozen settings whose mistakes are `ParameterError`s.
+"""Frozen settings, and functions of many options, whose mistakes are `ParameterError`s.
 
 pydantic checks types and ranges and refuses unknown names, but reports all of it as its own ValidationError,
-several lines a field. The decorator here keeps pydantic's checks and speaks the kit's language instead.
+several lines a field. The decorators here keep pydantic's checks and speak the kit's language instead.
 Rejected: checking by hand in `__post_init__` (every range written twice, once for the check and once for the
 documentation).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import wraps
-from typing import Any, TypeVar, dataclass_transform
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError, validate_call
 from pydantic.dataclasses import dataclass
 
 from nanokit.errors import ParameterError
 
 Class = TypeVar("Class", bound=type)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def _parameter_error(cls: type, error: ValidationError) -> ParameterError:
+def _parameter_error(owner: str, names: Iterable[str], error: ValidationError) -> ParameterError:
     complaints = error.errors()
     first = complaints[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ParameterError):  # raised by the class's own __post_init__
         return cause
-    name = ".".join(str(part) for part in first["loc"])
-    names = [field.name for field in fields(cls)]
-    more = f" (and {len(complaints) - 1} more)" if len(complaints) > 1 else ""
+    name = str(first["loc"][0])  # what follows is the place in a list, or the type tried of several
+    wrong = {complaint["loc"][0] for complaint in complaints}
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     if first["type"] == "unexpected_keyword_argument":
         return ParameterError(
-            f"{cls.__name__} has no parameter {name}{more}",
+            f"{owner} has no parameter {name}{more}",
             found=f"{name}={first['input']!r}",
             needed=f"one of {', '.join(names)}",
         )
     return ParameterError(
-        f"{cls.__name__}: {name} cannot be {first['input']!r}{more}",
+        f"{owner}: {name} cannot be {first['input']!r}{more}",
         found=repr(first["input"]),
         needed=first["msg"],
     )
@@ -53,7 +56,23 @@ def settings(cls: Class) -> Class:
         try:
             initialize(self, **values)
         except ValidationError as error:
-            raise _parameter_error(checked, error) from None
+            raise _parameter_error(
+                checked.__name__, (field.name for field in fields(checked)), error
+            ) from None
 
     checked.__init__ = checked_init
+    return checked
+
+
+def checked_call(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make `function` raise ParameterError for an argument that is unknown or not of its annotated type."""
+    validated = validate_call(function)
+
+    @wraps(function)
+    def checked(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        try:
+            return validated(*args, **options)
+        except ValidationError as error:
+            raise _parameter_error(function.__name__, signature(function).parameters, error) from None
+
     return checked

@@ -35,9 +35,9 @@ class Transformer:
 
     def __init__(self, source: ModelSource, config: ModelConfig, activations: str = "fp32") -> None:
         """Read the weights of an opened source. config: the source's own, or one with an overridden rope."""
-        weights = read_weights(config, source)
-        self.name, self.footprint = source.name, footprint(source)
         self.config, self.activations = config, check_activations(activations)
+        self.name, self.footprint = source.name, footprint(source)
+        weights = read_weights(config, source)
         self.vocab_size = config.vocab_size
         self.head = FullHead(*weights.head)
         self._bound: BoundModel = BACKENDS[activations].bind(config, weights)
