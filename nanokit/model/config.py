@@ -55,7 +55,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelFileError(
-                "rotary embedding needs pairs of dimensions", found=f"head_dim {self.head_dim}"
+                "rotary embedding needs pairs of dimensions",
+                found=f"head_dim {self.head_dim}",
+                needed="an even one",
             )
 
 

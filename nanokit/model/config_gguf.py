@@ -25,10 +25,16 @@ def config_from_gguf(
     arch = check_architecture(metadata.get("general.architecture"))
     keys = _Keys(metadata, arch)
     if keys.get("expert_count", 0):
-        raise ModelFileError("mixture-of-experts models are not supported", found=f"{arch}.expert_count")
+        raise ModelFileError(
+            "mixture-of-experts models are not supported",
+            found=f"{arch}.expert_count",
+            needed="a dense model",
+        )
     if keys.get("attention.sliding_window", 0):
         raise ModelFileError(
-            "sliding-window attention is not supported", found=f"{arch}.attention.sliding_window"
+            "sliding-window attention is not supported",
+            found=f"{arch}.attention.sliding_window",
+            needed="every layer with full attention",
         )
     if not keys.get("attention.causal", True):
         raise ModelFileError(
@@ -105,7 +111,11 @@ def _rope(keys: _Keys, head_dim: int, frequency_factors: Sequence[float] | None)
             needed="none, linear, or llama3 scaling as the tensor rope_freqs.weight",
         )
     if keys.get("rope.scaling.type") == "none" and factor != 1.0:
-        raise ModelFileError("rope scaling contradicts itself", found=f"type none, factor {factor:g}")
+        raise ModelFileError(
+            "rope scaling contradicts itself",
+            found=f"type none, factor {factor:g}",
+            needed="type linear, or no factor",
+        )
     if not 0 < factor < float("inf"):
         raise ModelFileError(
             "the rope scaling factor is not usable", found=factor, needed="a positive number"

@@ -78,19 +78,21 @@ class GGUFSource:
                 f"{path.name} holds no token embedding",
                 found=f"{len(infos)} tensors" if infos else "a vocabulary without weights",
                 needed="a whole language model",
+                do="name the file of the language model (a projector or a vocabulary is only a part)",
             )
         factors = self._file.tensor("rope_freqs.weight") if "rope_freqs.weight" in infos else None
         self.config = config_from_gguf(
             self._file.metadata,
             vocab_size=infos["token_embd.weight"].shape[0],
             tied_head="output.weight" not in infos,
-            frequency_factors=None if factors is None else factors.tolist(),
+            frequency_factors=None if factors is None else factors.reshape(-1).tolist(),
         )
         self.tokenizer = Tokenizer.from_gguf(self._file.metadata)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ModelFileError(
                 f"{path.name} has more tokens than its embedding has rows",
                 found=f"{self.tokenizer.vocab_size} tokens, {self.config.vocab_size} rows",
+                needed="a row for every token",
                 do="convert the model again from its source",
             )
         self.tokenizer.pad_to(self.config.vocab_size)
@@ -113,7 +115,9 @@ def unpermute(weight: Tensor, heads: int) -> Tensor:
     (pairs i, i + d/2, as transformers has them). weight: [heads * head_dim, …]; heads: key/value heads for k."""
     if weight.shape[0] % (2 * heads):
         raise ModelFileError(
-            "q or k rows do not divide into rotary pairs", found=f"{weight.shape[0]} rows, {heads} heads"
+            "q or k rows do not divide into rotary pairs",
+            found=f"{weight.shape[0]} rows, {heads} heads",
+            needed="an even number of rows for each head",
         )
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
@@ -123,8 +127,10 @@ class SafetensorsSource:
 
     kind = 1
 
-    def __init__(self, directory: Path) -> None:
-        self.name = directory.name
+    def __init__(self, directory: Path, name: str | None = None) -> None:
+        """name: what the model is called in records and messages, the folder's own name if None."""
+        self.name = name or directory.resolve().name
+        _refuse_gguf_folder(directory)
         self.config = config_from_transformers(read_json(directory / "config.json"))
         self.tokenizer = Tokenizer.from_directory(directory)
         self.tokenizer.pad_to(self.config.vocab_size)
@@ -145,7 +151,12 @@ class SafetensorsSource:
                         do="load the unquantized checkpoint, or a GGUF file of the same model",
                     )
                 if name in self._places:
-                    raise ModelFileError(f"the tensor {name} stands in two files", found=path.name)
+                    raise ModelFileError(
+                        f"the tensor {name} stands in two files",
+                        found=f"{self._places[name].name} and {path.name}",
+                        needed="each tensor in one file",
+                        do="keep the files of one checkpoint only",
+                    )
                 shape = tuple(piece.get_shape())
                 self._places[name] = path
                 self.stored[name] = Stored(shape, math.prod(shape) * FLOATS[piece.get_dtype()].itemsize)
@@ -156,6 +167,17 @@ class SafetensorsSource:
     def tensor(self, name: str) -> Tensor:
         with _opened(self._places[name]) as handle:
             return handle.get_tensor(name).float()
+
+
+def _refuse_gguf_folder(directory: Path) -> None:
+    found = sorted(path.name for path in directory.glob("*.gguf"))
+    if found and not (directory / "config.json").is_file():
+        raise ModelFileError(
+            f"{directory} is a folder of GGUF files",
+            found=", ".join(found[:3]) + (" …" if len(found) > 3 else ""),
+            needed="one model",
+            do=f"name the file itself: {directory / found[0]}",
+        )
 
 
 def _opened(path: Path) -> Any:
@@ -170,32 +192,45 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
+def weight_names(directory: Path) -> list[str]:
+    """The files that hold the weights: those that the index names, or model.safetensors. Raises ModelFileError for an
+    index that is broken or points elsewhere; whether the files are there is not looked at."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return ["model.safetensors"]
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, Mapping) or not listed or not all(isinstance(v, str) for v in listed.values()):
+        raise ModelFileError(
+            f"{index.name} has no weight_map from tensor to file",
+            found=f"{listed!r:.120}",
+            needed="an object whose values are file names",
+            do="download the index again",
+        )
+    names = sorted(set(listed.values()))
+    outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if outside:
+        raise ModelFileError(
+            f"{index.name} points to something else than weights beside it",
+            found=f"{outside[0]!r:.120}",
+            needed="plain names of .safetensors files",
+            do="use a safetensors checkpoint from a source that you trust",
+        )
+    return names
+
+
 def _weight_files(directory: Path) -> list[Path]:
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if index.is_file():
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, Mapping) or not all(isinstance(v, str) for v in listed.values()):
-            raise ModelFileError(
-                f"{index.name} has no weight_map from tensor to file", found=type(listed).__name__
-            )
-        names = sorted(set(listed.values()))
-        outside = [n for n in names if Path(n).name != n]
-        if outside:
-            raise ModelFileError(
-                f"{index.name} points outside the model's folder", found=outside[0], needed="plain file names"
-            )
-        missing = [n for n in names if not (directory / n).is_file()]
-        if missing:
-            raise ModelFileError(
-                f"{len(missing)} of {len(names)} weight files are missing",
-                found="no " + ", ".join(missing[:3]),
-                needed=f"every file that {index.name} names",
-                do="finish the download",
-            )
-        return [directory / n for n in names]
-    if single.is_file():
-        return [single]
-    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    names = weight_names(directory)
+    missing = [name for name in names if not (directory / name).is_file()]
+    if not missing:
+        return [directory / name for name in names]
+    if names != ["model.safetensors"]:
+        raise ModelFileError(
+            f"{len(missing)} of {len(names)} weight files are missing",
+            found="no " + ", ".join(missing[:3]),
+            needed="every file that model.safetensors.index.json names",
+            do="finish the download",
+        )
+    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     raise ModelFileError(
         f"{directory.name} holds no safetensors weights",
         found="pickled weights: " + ", ".join(pickles[:3]) if pickles else "no weight file",
@@ -210,9 +245,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model folder, or ModelFileError naming the file."""
     try:
         if path.stat().st_size > JSON_LIMIT:
-            raise ModelFileError(f"{path.name} is too large to be true", found=f"{path.stat().st_size} bytes")
+            raise ModelFileError(
+                f"{path.name} is too large to be true",
+                found=f"{path.stat().st_size} bytes",
+                needed=f"at most {JSON_LIMIT}",
+            )
         value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(
             f"{path.name} cannot be read",
             found=str(error),
@@ -220,5 +259,7 @@ def read_json(path: Path) -> dict[str, Any]:
             do="point at a folder that holds config.json, tokenizer.json and safetensors weights",
         ) from error
     if not isinstance(value, dict):
-        raise ModelFileError(f"{path.name} is not a JSON object", found=type(value).__name__)
+        raise ModelFileError(
+            f"{path.name} is not a JSON object", found=type(value).__name__, needed="an object"
+        )
     return value

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from nanokit.errors import ModelFileError
@@ -89,7 +90,7 @@ def read_weights(config: ModelConfig, source: TensorSource) -> Weights:
     layers = [reader.layer(index) for index in range(config.num_layers)]
     shape = (config.vocab_size, config.hidden_size)
     embedding = reader.matrix("embedding", shape)
-    head = Linear(embedding, None) if config.tied_head else reader.linear("head", *shape)
+    head = reader.tied_head(embedding) if config.tied_head else reader.linear("head", *shape)
     weights = Weights(embedding, layers, reader.vector("final_norm", config.hidden_size), head)
     reader.refuse_left_over()
     return weights
@@ -121,8 +122,21 @@ class _Reader:
     def vector(self, name: str, length: int, layer: int | None = None) -> Tensor:
         return self._read(self._name(name, layer) + ".weight", (length,))
 
-    def matrix(self, name: str, shape: tuple[int, int], layer: int | None = None) -> Tensor:
-        return self._read(self._name(name, layer) + ".weight", shape)
+    def matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
+        return self._read(self._name(name, None) + ".weight", shape)
+
+    def tied_head(self, embedding: Tensor) -> Linear:
+        """The embedding as the head. A head of its own beside it must be the same: which of two is meant is not
+        ours to guess (transformers 4 takes the embedding, transformers 5 the head)."""
+        name = self._name("head", None) + ".weight"
+        if name in self._unread and not torch.equal(self._read(name, tuple(embedding.shape)), embedding):
+            raise ModelFileError(
+                f"{name} is not the embedding, although the configuration says that they are tied",
+                found="different values",
+                needed="equal ones, or tie_word_embeddings: false",
+                do="correct tie_word_embeddings in config.json as the model's authors meant it",
+            )
+        return Linear(embedding, None)
 
     def linear(self, name: str, rows: int, columns: int, layer: int | None = None) -> Linear:
         base = self._name(name, layer)
@@ -162,8 +176,6 @@ class _Reader:
 
     def refuse_left_over(self) -> None:
         left = sorted(n for n in self._unread if not n.endswith(("rotary_emb.inv_freq", "rope_freqs.weight")))
-        if self._config.tied_head:
-            left = [n for n in left if not n.startswith(GLOBAL_NAMES["head"][self._source.kind] + ".")]
         if left:
             raise ModelFileError(
                 "the file holds tensors that this architecture does not use",

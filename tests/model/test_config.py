@@ -73,8 +73,10 @@ def test_both_spellings_of_the_rope_base() -> None:
     ],
 )
 def test_refused_transformers_configs(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(ModelFileError, match=word):
+    with pytest.raises(ModelFileError, match=word) as caught:
         hf(changes)
+    assert caught.value.found is not None
+    assert caught.value.needed is not None
 
 
 @pytest.mark.parametrize(
@@ -97,8 +99,10 @@ def test_refused_transformers_configs(changes: dict[str, Any], word: str) -> Non
     ],
 )
 def test_refused_gguf_metadata(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(ModelFileError, match=word):
+    with pytest.raises(ModelFileError, match=word) as caught:
         gguf(changes)
+    assert caught.value.found is not None
+    assert caught.value.needed is not None
 
 
 def test_frequency_factors_are_checked() -> None:
