@@ -45,8 +45,11 @@ def save_tiny(directory: Path, model: PreTrainedModel, **how: Any) -> Path:
     return directory
 
 
-def save_tiny_gguf(path: Path, model: PreTrainedModel, **changes: Any) -> Path:
-    """The same model as an F32 GGUF file, written with the gguf library; changes: metadata values, None drops a key."""
+def save_tiny_gguf(
+    path: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor] | None = None, **changes: Any
+) -> Path:
+    """The same model as an F32 GGUF file, written with the gguf library. tensors: further ones; changes: metadata
+    values, None drops a key."""
     config = model.config
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
@@ -91,6 +94,8 @@ def save_tiny_gguf(path: Path, model: PreTrainedModel, **changes: Any) -> Path:
             heads = config.num_attention_heads if ".attn_q." in target else config.num_key_value_heads
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
         writer.add_tensor(target, tensor.numpy())
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,7 +12,9 @@ import pytest
 import torch
 from tiny import VOCAB, save_tiny, tiny_model
 
+from nanokit.engine.engine import Engine
 from nanokit.engine.load import LoadedEngine, load
+from nanokit.engine.request import FinishReason
 from nanokit.engine.sampling import Sampling
 from nanokit.kv.pages import BLOCK_SIZE, PagedKV
 from nanokit.model.batch import Batch
@@ -72,13 +74,13 @@ def prompts(count: int) -> list[list[int]]:
     return [common + ids if i % 3 == 2 else ids for i, ids in enumerate(own)]
 
 
-def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    """transformers' own cache-free greedy decoding."""
-    ids = list(ids)
-    for _ in range(count):
-        with torch.inference_mode():
-            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[-count:]
+def greedy(model: Any, ids: list[int], count: int, **how: Any) -> list[int]:
+    """transformers' own greedy decoding; how: passed to its generate."""
+    out = model.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.int64), max_new_tokens=count,
+        do_sample=False, eos_token_id=None, pad_token_id=0, **how,
+    )  # fmt: skip
+    return out[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix", "no prefix"])
@@ -112,15 +114,68 @@ def test_rows_beyond_the_vocabulary_are_drawn_as_no_text(checkpoint: tuple[Path,
 def test_a_pool_too_small_preempts_and_answers_the_same(
     checkpoint: tuple[Path, Any], prefix_cache: bool
 ) -> None:
-    """Seven blocks for eight sequences that need up to six each: recomputed sequences must go on where they were."""
+    """Seven blocks for eight sequences that need two each: recomputed sequences must go on where they were."""
     per_block = PagedKV.bytes_per_block(load(checkpoint[0]).model.config)
     engine = watched(checkpoint[0], kv_memory=7 * per_block, prefix_cache=prefix_cache, token_budget=64)
     asked = [ids[:60] for ids in prompts(8)]
-    done = engine.generate(asked, Sampling(max_tokens=80, ignore_eos=True))
+    done = engine.generate(asked, Sampling(max_tokens=24, ignore_eos=True))
     assert sum(c.preemptions for c in done) > 0
-    assert [c.token_ids for c in done] == [greedy(checkpoint[1], ids, 80) for ids in asked]
+    assert [c.token_ids for c in done] == [greedy(checkpoint[1], ids, 24) for ids in asked]
     engine.check_integrity()
     assert engine.pool.held == 0
+
+
+def test_a_constant_hash_changes_no_answer(checkpoint: tuple[Path, Any]) -> None:
+    """Every block collides with every other: a hit that did not compare tokens and parents would attend to the keys
+    and values of another prompt."""
+    made = load(checkpoint[0], token_budget=48)
+    engine = Engine(
+        Watcher(made.model), made.tokenizer, made.config, kv=made.kv, prefix_hash=lambda *_: 7
+    )  # fmt: skip
+    sampling, asked = Sampling(max_tokens=6, ignore_eos=True), prompts(16)
+    for _ in range(2):
+        done = engine.generate(asked, sampling)
+        assert [c.token_ids for c in done] == [greedy(checkpoint[1], ids, 6) for ids in asked]
+        engine.check_integrity()
+    assert any(c.cached_tokens for c in done)
+
+
+@pytest.mark.parametrize(
+    "steps", [0, 1, 2, 4, 9], ids=["waiting", "chunk", "chunk", "prompt done", "decoding"]
+)
+def test_an_abort_at_any_stage_leaves_neighbours_and_pool_as_they_were(
+    checkpoint: tuple[Path, Any], steps: int
+) -> None:
+    """Blocks given back are reused at once: whoever still read them would answer from another's context."""
+    per_block = PagedKV.bytes_per_block(load(checkpoint[0]).model.config)
+    engine = watched(checkpoint[0], kv_memory=12 * per_block, token_budget=48, max_seqs=3)
+    sampling = Sampling(max_tokens=12, ignore_eos=True)
+    asked = prompts(3)[2], prompts(8)[7], prompts(6)[5]  # two or three blocks and more each
+    leaving, *staying = [engine.add(ids, sampling) for ids in asked]
+    for _ in range(steps):
+        engine.step()
+    assert engine.abort(leaving)
+    late = engine.add(asked[0], sampling)
+    done: dict[int, Any] = {}
+    while engine.has_work:
+        done |= {chunk.request_id: chunk.completion for chunk in engine.step() if chunk.completion}
+        engine.check_integrity()
+    assert done[leaving].finish_reason is FinishReason.ABORT
+    expected = [greedy(checkpoint[1], ids, 12) for ids in (*asked[1:], asked[0])]
+    assert [done[i].token_ids for i in (*staying, late)] == expected
+    assert engine.pool.held == 0
+
+
+def test_a_repetition_penalty_answers_as_transformers_does(checkpoint: tuple[Path, Any]) -> None:
+    """On prompt and answer, alone and beside rows without one."""
+    path, model = checkpoint
+    ids, penalties = prompts(3)[2][:40], (1.0, 1.3, 9.0)
+    expected = [greedy(model, ids, 20, repetition_penalty=penalty) for penalty in penalties]
+    assert expected[0] != expected[-1]
+    samplings = [
+        Sampling(max_tokens=20, ignore_eos=True, repetition_penalty=penalty) for penalty in penalties
+    ]
+    assert [c.token_ids for c in load(path).generate([ids] * 3, samplings)] == expected
 
 
 def test_two_engines_side_by_side(checkpoint: tuple[Path, Any]) -> None:

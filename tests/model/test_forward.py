@@ -79,6 +79,19 @@ def test_rope_scaling_end_to_end(tmp_path: Path, scaling: str) -> None:
     assert_same(load(save_tiny(tmp_path / "m", reference)), reference, some_ids(300), 1e-4)
 
 
+def test_llama3_scaling_as_a_tensor_end_to_end(tmp_path: Path) -> None:
+    """llama.cpp writes the rule's divisors into rope_freqs.weight, and no key that names them: ignored, the model reads
+    fluently and loses its long context."""
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}  # fmt: skip
+    reference = tiny_model("llama", rope_parameters=rope)
+    plain = 1e4 ** (-torch.arange(0, 10, 2) / 10)
+    divisors = plain / reference.model.rotary_emb.inv_freq
+    assert divisors.max() > 3
+    path = save_tiny_gguf(tmp_path / "m.gguf", reference, {"rope_freqs.weight": divisors})
+    assert_same(load(path), reference, some_ids(300), 1e-4)
+
+
 def test_zero_length_queries_take_no_part(tmp_path: Path) -> None:
     """A fully cached or waiting sequence in the batch must neither add rows nor disturb its neighbours."""
     model = load(save_tiny(tmp_path / "m", tiny_model("llama")))
