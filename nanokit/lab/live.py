@@ -137,7 +137,7 @@ class LivePanel(PanelBase):
 
     def _slider_moved(self) -> None:
         """Runs on whatever thread the front end uses: only hands the new parameters over."""
-        if self.status != "running":
+        if not self._going:
             return
         try:
             self._updates.put(self.params)

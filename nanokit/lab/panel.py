@@ -86,7 +86,7 @@ class Panel(PanelBase):
         anyway.
         """
         assert self._live is not None
-        if self.status == "running":
+        if self._going:
             return
         try:
             self.draw(self._live(self.params))

@@ -77,6 +77,7 @@ class PanelBase:
         self.result: Any = None
         self.error: BaseException | None = None
         self.interactive = interactive
+        self._going = False  # a run is under way, whatever the status line says at the moment
         self._name, self._notebook = name, notebook
         self._worker = Worker(self._run)
         self._box = FigureBox(first, interactive=interactive)
@@ -165,13 +166,16 @@ class PanelBase:
 
     def _run(self, params: Params, cancel: threading.Event) -> None:
         started = time.perf_counter()
+        self._going = True
         try:
             with measuring(self._name):
                 self._tell("running", "Running …")
                 said = self.measure(params, cancel)
         except Exception as error:  # noqa: BLE001 - the top of a thread: shown in the panel, kept in panel.error
+            self._going = False
             self._fail(error, time.perf_counter() - started)
         else:
+            self._going = False
             self.error = None
             self._tell("done", f"{said} in {time.perf_counter() - started:.1f} s.")
 
@@ -210,10 +214,9 @@ class PanelBase:
             f'<div role="status" style="line-height:1.4;white-space:pre-wrap;overflow-wrap:anywhere;{alarm}">'
             f"<b>{SIGNS[status]}</b> {escape(message)}</div>"
         )
-        running = status == "running"
         self._bar.value = share or 0.0
         self._bar.layout.visibility = "hidden" if share is None else "visible"
-        self.stop_button.disabled = not running
+        self.stop_button.disabled = not self._going
 
     def _arrange(self, below: tuple[widgets.Widget, ...]) -> widgets.Widget:
         """Controls left, figure right; the figure wraps below the controls where the page is narrow."""

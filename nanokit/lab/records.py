@@ -195,17 +195,34 @@ def _loads(line: bytes) -> dict[str, Any]:
     found = json.loads(line)
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise RecordError(f"not a record of schema {SCHEMA}")
-    missing = [key for key in ("run_id", "params", "metrics", "status") if key not in found]
-    if missing:
-        raise RecordError(f"without {', '.join(missing)}")
+    found.setdefault("samples", {})
+    for key, kind in (
+        ("run_id", str),
+        ("status", str),
+        ("params", dict),
+        ("metrics", dict),
+        ("samples", dict),
+    ):
+        if not isinstance(found.get(key), kind):
+            raise RecordError(f"without a usable {key}")
     return _with_numbers(found)
 
 
 def _with_numbers(found: dict[str, Any]) -> dict[str, Any]:
     """Metrics and samples hold numbers only, so a text among them is the name of one that is not finite."""
-    found["metrics"] = {k: NOT_FINITE.get(v, v) for k, v in found["metrics"].items()}
-    found["samples"] = {k: [NOT_FINITE.get(x, x) for x in v] for k, v in found.get("samples", {}).items()}
+    found["metrics"] = {name: _number(value) for name, value in found["metrics"].items()}
+    found["samples"] = {
+        name: [_number(value) for value in (values if isinstance(values, list) else [values])]
+        for name, values in found["samples"].items()
+    }
     return found
+
+
+def _number(value: Any) -> float:
+    number = NOT_FINITE.get(value) if isinstance(value, str) else value
+    if not isinstance(number, int | float):
+        raise RecordError(f"with {value!r:.60} for a number")
+    return number
 
 
 def read_part(path: Path) -> dict[str, Any]:

@@ -186,6 +186,20 @@ def test_stop_ends_the_run_and_drops_what_waits():
     assert shown.stop_button.disabled
 
 
+def test_a_refused_press_of_run_leaves_stop_alive():
+    """The message of the refusal used to switch Stop off while the run before went on."""
+    gate = Gate()
+    shown = panel(gate)
+    shown.run()
+    assert gate.entered.wait(WAIT)
+    shown.set(method="ngram", depth=9)
+    shown.run_button.click()
+    assert (shown.status, shown.stop_button.disabled) == ("error", False)
+    shown.stop_button.click()
+    assert shown.wait(WAIT)
+    assert (shown.status, shown.stop_button.disabled) == ("stopped", True)
+
+
 def test_runs_pressed_meanwhile_are_coalesced_latest_wins():
     """Guards a backlog of runs after five impatient clicks."""
     gate = Gate()

@@ -64,7 +64,17 @@ def test_half_a_character_does_not_lose_the_record(tmp_path):
     assert (found["error"]["message"], problems) == ("no \udcff.gguf, é", [])
 
 
-@pytest.mark.parametrize("bad", ["{half", '{"schema": "other"}', '{"schema": "nanokit.run/1"}', "[]", "null"])
+def edited(**changes) -> str:
+    """A line whose parts a person has changed by hand."""
+    return json.dumps(line(schema=records.SCHEMA, **changes))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["{half", '{"schema": "other"}', '{"schema": "nanokit.run/1"}', "[]", "null",
+     edited(run_id=7), edited(metrics=[]), edited(params=None), edited(samples=3), edited(metrics={"x": [1]}),
+     edited(metrics={"x": "fast"}), edited(samples={"x": [{}]}), edited(samples={"x": None})],
+)  # fmt: skip
 def test_a_corrupt_line_is_named_and_the_others_are_read(tmp_path, bad):
     append_record(tmp_path, line("first"))
     with open(tmp_path / "records.jsonl", "a") as file:
