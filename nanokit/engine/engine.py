@@ -195,14 +195,19 @@ class Engine:
         with torch.inference_mode():
             hidden = self.model.forward(step.batch(), self.kv)
             tokens = self._draw(requests, hidden if len(rows) == len(hidden) else hidden[rows])
-        # Nothing has changed so far: an exception above, an interrupt included, leaves a step that can be
-        # repeated.
+        # Nothing has changed so far: an exception above, an interrupt included, leaves a step that can be repeated.
+        # All tokens are taken before any is counted as computed: an interrupt further down (a notebook's, while
+        # other threads have requests) must leave no request that seems to have nothing to compute.
+        drawn = list(zip(requests, tokens, strict=True))
+        for request, token in drawn:
+            if not isinstance(token, NanokitError):
+                request.accept(token)
         self.scheduler.commit(step)
-        for request, token in zip(requests, tokens, strict=True):
+        for request, token in drawn:
             if isinstance(token, NanokitError):
                 self._finish(request, FinishReason.ERROR, error=token)
             else:
-                self._accept(request, token)
+                self._tell(request, token)
 
     def _draw(self, requests: list[Request], hidden: torch.Tensor) -> list[int | NanokitError]:
         if not requests:
@@ -210,13 +215,16 @@ class Engine:
         rows = [Row(r.sampling, r.seed, position=len(r.tokens), edit=r.edit()) for r in requests]
         return draw(self.model.head, hidden, rows)
 
-    def _accept(self, request: Request, token: int) -> None:
-        """Append a drawn token; decide whether the answer ends here."""
-        request.accept(token)
+    def _tell(self, request: Request, token: int) -> None:
+        """Deliver the text of a token that was drawn; decide whether the answer ends here."""
         if token in self._eos and not request.sampling.ignore_eos:
             self._finish(request, FinishReason.STOP, (token,))
             return
-        text = request.answer.push(token)
+        try:
+            text = request.answer.push(token)
+        except NanokitError as error:  # an id that the tokenizer does not know fails its own request only
+            self._finish(request, FinishReason.ERROR, (token,), error=error)
+            return
         if request.answer.stopped:
             self._finish(request, FinishReason.STOP, (token,), text)
         elif (

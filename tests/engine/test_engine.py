@@ -7,12 +7,14 @@ import time
 import numpy as np
 import pytest
 import torch
-from scripted import EOS, VOCAB, make_engine, next_logits, run, script, solo, texts
+from scripted import EOS, VOCAB, LetterDecoder, make_engine, next_logits, run, script, solo, texts
 
-from nanokit.engine.request import FinishReason
+from nanokit.engine.request import FinishReason, Request
 from nanokit.engine.sampling import Sampling
+from nanokit.engine.scheduler import Scheduler
+from nanokit.engine.text import AnswerText
 from nanokit.engine.turns import TurnLock
-from nanokit.errors import NanokitError, ParameterError, RequestError
+from nanokit.errors import NanokitError, ParameterError, RequestError, TokenizerError
 
 WARM = Sampling(temperature=1.0, seed=11, max_tokens=20)
 
@@ -401,6 +403,49 @@ def test_an_exception_in_the_forward_leaves_a_usable_engine(exception):
         engine.generate([[1, 2, 3]], WARM)
     engine.check_integrity()
     assert run(engine)[other].token_ids == solo([4, 5, 6], WARM)
+    assert engine.pool.held == 0
+
+
+@pytest.mark.parametrize("call", [2, 4, 5, 6])
+@pytest.mark.parametrize("place", ["accept", "commit", "push"])
+def test_an_interrupt_after_the_forward_leaves_other_requests_right(monkeypatch, place, call):
+    """The interrupt of a notebook hits its own request's thread anywhere; a request of another thread that counted as
+    computed without its token would draw the next one from a neighbour's row."""
+    owner = {"accept": Request, "commit": Scheduler, "push": AnswerText}[place]
+    engine = make_engine()
+    other = engine.add([4, 5, 6], WARM)
+    whole, calls = getattr(owner, place), []
+
+    def interrupted(self, *args):
+        calls.append(args)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return whole(self, *args)
+
+    monkeypatch.setattr(owner, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2, 3], [7]], WARM)
+    engine.check_integrity()
+    assert run(engine)[other].token_ids == solo([4, 5, 6], WARM)
+    assert engine.pool.held == 0
+
+
+def test_a_token_that_the_tokenizer_does_not_know_fails_its_own_request_only(monkeypatch):
+    """A model with more rows than its tokenizer has tokens may draw one."""
+
+    def unknown(self, token_id):
+        if token_id == 5:
+            raise TokenizerError("a token id is outside of the vocabulary", found=token_id)
+        return "x"
+
+    monkeypatch.setattr(LetterDecoder, "push", unknown)
+    engine = make_engine(lambda history: np.eye(VOCAB, dtype=np.float32)[5 if history[0] == 13 else 6])
+    good, bad = engine.add([1], Sampling(max_tokens=3)), engine.add([13], Sampling(max_tokens=3))
+    chunks = [chunk for _ in range(4) for chunk in engine.step()]
+    ends = {chunk.request_id: chunk for chunk in chunks if chunk.completion}
+    assert ends[good].completion.text == "xxx"
+    assert ends[bad].finish_reason is FinishReason.ERROR
+    assert isinstance(ends[bad].error, TokenizerError)
     assert engine.pool.held == 0
 
 
