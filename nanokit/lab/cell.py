@@ -120,6 +120,9 @@ def params_class(nb: nbformat.NotebookNode, folder: Path) -> type[Params] | None
     if where is None:
         return None
     module, _, name = str(where).partition(":")
+    # A module beside the notebook is read anew and not kept: another notebook's may have the same name.
+    beside = (folder / f"{module}.py").is_file()
+    known = sys.modules.pop(module, None) if beside else None
     sys.path.insert(0, str(folder))
     try:
         found = getattr(import_module(module), name)
@@ -129,6 +132,10 @@ def params_class(nb: nbformat.NotebookNode, folder: Path) -> type[Params] | None
         ) from error
     finally:
         sys.path.remove(str(folder))
+        if beside:
+            sys.modules.pop(module, None)
+        if known is not None:
+            sys.modules[module] = known
     if not (isinstance(found, type) and issubclass(found, Params)):
         raise NotebookRunError("the notebook's parameters class is no Params", found=where)
     return found

@@ -16,7 +16,7 @@ from demo_notebook import write_demo
 
 from nanokit.errors import NotebookRunError, ParameterError
 from nanokit.lab import repeat, runner
-from nanokit.lab.cell import find_notebook
+from nanokit.lab.cell import find_notebook, params_class, read_notebook
 from nanokit.lab.records import RecordError, append_record, read_records
 from nanokit.lab.repeat import repeat_run
 from nanokit.lab.runner import run_notebook
@@ -152,6 +152,19 @@ def test_an_interrupt_is_recorded_and_passed_on(demo, tmp_path):
         run_notebook(demo, {"k": 7}, runs=tmp_path)
     assert [r["status"] for r in records(tmp_path)] == ["interrupted"]
     assert left_over(tmp_path) == []
+
+
+def test_two_notebooks_may_have_modules_of_the_same_name(tmp_path):
+    """The second notebook of a session was checked against the parameters of the first."""
+    ranges = []
+    for number in ("1", "2"):
+        notebook = write_demo(tmp_path / number)
+        module = notebook.with_name("demo_experiment.py")
+        module.write_text(module.read_text().replace("high=9)", f"high=9{number})", 1))
+        params = params_class(read_notebook(notebook), notebook.parent)
+        assert params is not None
+        ranges.append(params.KNOBS["k"].high)
+    assert ranges == [91, 92]
 
 
 def test_a_notebook_that_ignores_its_parameters_is_found_out(demo, tmp_path):
