@@ -54,6 +54,17 @@ class Scripted:
         self.params = params
 
 
+class Pause:
+    """What a step waits in, so that a test can act in its middle."""
+
+    def __init__(self):
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.entered.set()
+        assert self.go_on.wait(WAIT)
+
+
 def panel(stepper, interactive=True, **values):
     return LivePanel(stepper, StreamParams(**values), "stream", interactive=interactive, clock=stepper.clock)
 
@@ -80,19 +91,14 @@ def test_redraws_at_most_five_times_a_second():
 
 def test_a_slider_moved_while_running_changes_the_next_step():
     """Guards an update that restarts the generation, comes late, or runs on another thread in mid-step."""
-    entered, go_on = threading.Event(), threading.Event()
-
-    def pause():
-        entered.set()
-        assert go_on.wait(WAIT)
-
+    pause = Pause()
     stepper = Scripted(at_step={5: pause})
     shown = panel(stepper)
     shown.run_button.click()
-    assert entered.wait(WAIT)
+    assert pause.entered.wait(WAIT)
     shown.set(temperature=0.7)
     shown.set(temperature=1.5, max_tokens=8)
-    go_on.set()
+    pause.go_on.set()
     assert shown.wait(WAIT)
     assert shown.status == "done", shown.message
     assert [(step, p.temperature, p.max_tokens) for step, p in stepper.updates] == [(5, 1.5, 8)]
@@ -115,18 +121,13 @@ def test_a_slider_moved_before_run_is_no_change():
 
 def test_what_cannot_change_on_the_way_is_not_marked_as_changed():
     """Another question waits for the next run; a dashed line would say that the text beside it is its answer."""
-    entered, go_on = threading.Event(), threading.Event()
-
-    def pause():
-        entered.set()
-        assert go_on.wait(WAIT)
-
+    pause = Pause()
     stepper = Scripted(at_step={5: pause})
     shown = panel(stepper)
     shown.run()
-    assert entered.wait(WAIT)
+    assert pause.entered.wait(WAIT)
     shown.set(question="how", temperature=0.7)
-    go_on.set()
+    pause.go_on.set()
     assert shown.wait(WAIT)
     assert [changed for _, changed in shown.result.changes] == [{"temperature": 0.7}]
     assert shown.result.params == StreamParams(temperature=0.7)
@@ -135,18 +136,13 @@ def test_what_cannot_change_on_the_way_is_not_marked_as_changed():
 
 def test_stop_closes_the_generation_and_keeps_the_text():
     """Guards an engine that goes on decoding, unseen, after Stop."""
-    entered, go_on = threading.Event(), threading.Event()
-
-    def pause():
-        entered.set()
-        assert go_on.wait(WAIT)
-
+    pause = Pause()
     stepper = Scripted(at_step={3: pause})
     shown = panel(stepper)
     shown.run()
-    assert entered.wait(WAIT)
+    assert pause.entered.wait(WAIT)
     shown.stop_button.click()
-    go_on.set()
+    pause.go_on.set()
     assert shown.wait(WAIT)
     assert shown.status == "stopped"
     assert stepper.closed

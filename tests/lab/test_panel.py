@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 import pytest
+from toy import ToyParams
 
 from nanokit.errors import NanokitError, ParameterError
 from nanokit.lab import lock, plots
 from nanokit.lab.panel import Panel
-from nanokit.lab.params import Params, experiment_params, knob
 from nanokit.lab.progress import stop_if
 from nanokit.lab.result import Result
 
@@ -22,21 +22,6 @@ WAIT = 20.0
 def own_lock(tmp_path, monkeypatch):
     """Another measurement on this machine must not make these tests busy."""
     monkeypatch.setattr(lock, "lock_path", lambda: tmp_path / "measuring.lock")
-
-
-@experiment_params
-class ToyParams(Params):
-    depth: int = knob(3, "tokens guessed", unit="tokens", low=1, high=9)
-    acceptance: float = knob(0.5, "share of guesses that hold", low=0.0, high=1.0, step=0.05)
-    prompts: int = knob(0, "prompts", low=1, high=99, by_preset={"smoke": 1, "quick": 4, "full": 16})
-    method: str = knob("draft", "proposer", choices=("draft", "ngram"))
-    text: str = knob("a b", "the prompt")
-    greedy: bool = knob(True, "take the best token")
-    depths: list[int] = knob([1, 3], "depths to try", low=1, high=9)
-
-    def check(self) -> None:
-        if self.method == "ngram" and self.depth > 8:
-            raise ParameterError("an ngram guesses 8 tokens at most", found=self.depth, do="lower depth")
 
 
 @dataclass(frozen=True)
