@@ -8,7 +8,6 @@ stepper needs no lock and a change takes effect at a known token. Updating strai
 callback was rejected: that is another thread, in the middle of a step.
 """
 
-import queue
 import threading
 import time
 from collections import deque
@@ -93,7 +92,7 @@ class LivePanel(PanelBase):
         """
         interactive = not headless() if interactive is None else interactive
         self._stepper, self._clock = stepper, clock
-        self._updates: queue.SimpleQueue[Params] = queue.SimpleQueue()
+        self._moved = threading.Event()
         self._text = widgets.HTML(layout=widgets.Layout(width=f"{plots.WIDTH}px"))
         super().__init__(
             name,
@@ -104,14 +103,14 @@ class LivePanel(PanelBase):
             hidden=hidden,
             below=(self._text,),
         )
-        self.controls.on_change(self._slider_moved)
+        self.controls.on_change(self._moved.set)  # on whatever thread the front end uses: says so, no more
         if not interactive:
             self.run_headless(params)
 
     def measure(self, params: Params, cancel: threading.Event) -> str:
         """Iterate the stepper to its end, to Stop or to an error; draws what there is in each case."""
-        while not self._updates.empty():
-            self._updates.get()
+        if self.interactive:
+            self._moved.set()  # a run that waited in the queue starts from the controls as they are by now
         run = self.result = LiveRun(params)
         started = drawn = self._clock()
         window: deque[tuple[float, int]] = deque()
@@ -135,21 +134,15 @@ class LivePanel(PanelBase):
             self._show(run)
         return f"{run.tokens} tokens"
 
-    def _slider_moved(self) -> None:
-        """Runs on whatever thread the front end uses: only hands the new parameters over."""
-        if not self._going:
+    def _apply_updates(self, run: LiveRun) -> None:
+        """Between two steps: what the controls say now, if one has moved."""
+        if not self._moved.is_set():
             return
+        self._moved.clear()  # before the controls are read, so that a later move is not lost
         try:
-            self._updates.put(self.params)
+            newest = self.params
         except NanokitError as error:
             self._fail(error)
-
-    def _apply_updates(self, run: LiveRun) -> None:
-        """Between two steps: the newest of the waiting parameters, if any."""
-        newest = None
-        while not self._updates.empty():
-            newest = self._updates.get()
-        if newest is None:
             return
         before, after = run.params.to_dict(), newest.to_dict()
         changed = {

@@ -119,6 +119,22 @@ def test_a_slider_moved_before_run_is_no_change():
     assert (stepper.updates, shown.result.changes) == ([], [])
 
 
+def test_a_run_that_waited_starts_from_the_controls_as_they_are(monkeypatch):
+    """A slider moved between a second press of Run and its turn was forgotten: the panel showed another value."""
+    pause = Pause()
+    stepper = Scripted(at_step={5: pause})
+    shown = panel(stepper)
+    shown.run()
+    assert pause.entered.wait(WAIT)
+    shown.run()
+    shown.set(temperature=1.5)
+    stepper.params = StreamParams(max_tokens=5)  # the first run ends here
+    monkeypatch.setattr(stepper, "update", lambda params: stepper.updates.append((stepper.steps, params)))
+    pause.go_on.set()
+    assert shown.wait(WAIT)
+    assert shown.result.params.temperature == 1.5
+
+
 def test_what_cannot_change_on_the_way_is_not_marked_as_changed():
     """Another question waits for the next run; a dashed line would say that the text beside it is its answer."""
     pause = Pause()
