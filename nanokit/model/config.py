@@ -5,6 +5,7 @@ that this forward would silently get wrong is refused by name: other architectur
 partial rotary, unknown rope scaling, a missing rope base.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -205,8 +206,10 @@ def _positive(raw: Mapping[str, Any], key: str) -> float:
 
 def _number(raw: Mapping[str, Any], key: str) -> float:
     value = raw.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelFileError(f"the model's configuration lacks {key}", found=repr(value), needed="a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > sys.float_info.max:
+        raise ModelFileError(
+            f"the model's configuration lacks {key}", found=f"{value!r:.80}", needed="a number"
+        )
     return float(value)
 
 

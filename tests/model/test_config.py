@@ -54,6 +54,7 @@ def test_both_spellings_of_the_rope_base() -> None:
         ({"vocab_size": 0}, "vocab_size"),
         ({"rms_norm_eps": float("nan")}, "rms_eps"),
         ({"rms_norm_eps": -1e-5}, "rms_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),  # an integer that no float holds
         ({"num_attention_heads": 0}, "num_heads"),
         ({"num_attention_heads": 0, "head_dim": 8}, "num_heads"),
         ({"rope_theta": "500000"}, "rope_theta"),
