@@ -118,7 +118,10 @@ class Engine:
         """
         if isinstance(prompts, str):
             raise RequestError(
-                "generate takes a list of prompts", found="one string", do="write generate([prompt])"
+                "generate takes a list of prompts",
+                found="one string",
+                needed="a list",
+                do="write generate([prompt])",
             )
         if isinstance(sampling, Sampling) or sampling is None:
             sampling = [sampling or Sampling()] * len(prompts)

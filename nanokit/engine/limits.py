@@ -18,7 +18,10 @@ def prompt_ids(prompt: object, tokenizer: TextTokenizer, vocab_size: int) -> lis
         ids = _integers(prompt)
     else:
         raise RequestError(
-            "a prompt is text or a list of token ids", found=f"{type(prompt).__name__}: {prompt!r:.60}"
+            "a prompt is text or a list of token ids",
+            found=f"{type(prompt).__name__}: {prompt!r:.60}",
+            needed="str, or a sequence of integers",
+            do="decode bytes first; put each prompt into a list: generate([prompt])",
         )
     if not ids:
         raise RequestError(
@@ -51,7 +54,9 @@ def check_sampling(sampling: object, vocab_size: int) -> None:
     """Raise RequestError for token ids that do not exist, or when no token would be left."""
     if not isinstance(sampling, Sampling):
         raise RequestError(
-            "sampling settings are a Sampling object", found=f"{type(sampling).__name__}: {sampling!r:.60}"
+            "sampling settings are a Sampling object",
+            found=f"{type(sampling).__name__}: {sampling!r:.60}",
+            needed="nanokit.Sampling(...)",
         )
     outside = [token for token in sampling.suppress if token >= vocab_size]
     if outside:
@@ -59,7 +64,12 @@ def check_sampling(sampling: object, vocab_size: int) -> None:
             "a suppressed id is outside the vocabulary", found=outside[0], needed=f"0 … {vocab_size - 1}"
         )
     if len(set(sampling.suppress)) == vocab_size:
-        raise RequestError("no token is left to draw: all are suppressed", found=f"{vocab_size} ids")
+        raise RequestError(
+            "no token is left to draw: all are suppressed",
+            found=f"{vocab_size} ids",
+            needed="at least one that is not",
+            do="shorten `suppress`",
+        )
 
 
 def check_size(prompt_len: int, sampling: Sampling, config: EngineConfig) -> None:
