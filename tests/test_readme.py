@@ -26,9 +26,8 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path:
-    """A place with what the README's commands name: a model file, the notebooks, an empty run folder."""
+    """A place with what the README's commands name: the notebooks, an empty run folder, the model in the cache."""
     place = tmp_path_factory.mktemp("readme")
-    (place / "model.gguf").symlink_to(default_model)
     shutil.copytree(notebooks_dir(), place / "notebooks")
     return place
 
