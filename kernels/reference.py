@@ -18,7 +18,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 if TYPE_CHECKING:
     from nanokit.model.batch import Batch
     from nanokit.model.config import ModelConfig
-    from nanokit.model.weights import LayerWeights, Weights
+    from nanokit.model.weights import LayerWeights, Linear, Weights
 
 LANES = 16
 
@@ -105,12 +105,49 @@ class Plan:
     pages: Pages
 
 
-class Bound:
-    """A model bound to this backend: weights as they are, fp32, nothing packed."""
+class Resident:
+    """weight and bias of a linear layer in memory, fp32."""
 
-    def __init__(self, config: "ModelConfig", weights: "Weights") -> None:
-        self._config, self._weights = config, weights
+    def __init__(self, layer: "Linear") -> None:
+        self._pair = layer.weight.dense(), None if layer.bias is None else layer.bias.dense()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, *self._pair)
+
+
+class Mapped:
+    """A linear layer that stays in its file: read, widened and dropped in every step. Slow, and small."""
+
+    def __init__(self, layer: "Linear") -> None:
+        Resident(layer)  # refuses now what would otherwise fail in the middle of an answer
+        self._layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return Resident(self._layer)(x)
+
+
+class Layer:
+    """One layer's weights, ready to use."""
+
+    def __init__(self, weights: "LayerWeights", keep: type[Resident] | type[Mapped]) -> None:
+        self.attn_norm, self.ffn_norm = weights.attn_norm.dense(), weights.ffn_norm.dense()
+        self.q_norm = weights.q_norm.dense() if weights.q_norm else None
+        self.k_norm = weights.k_norm.dense() if weights.k_norm else None
+        self.q, self.k, self.v, self.o = keep(weights.q), keep(weights.k), keep(weights.v), keep(weights.o)
+        self.gate, self.up, self.down = keep(weights.gate), keep(weights.up), keep(weights.down)
+
+
+class Bound:
+    """A model bound to this backend, nothing packed: weights in fp32, in memory or (the layers) in their file."""
+
+    def __init__(self, config: "ModelConfig", weights: "Weights", resident: bool) -> None:
+        self._config = config
+        self._embedding, self._final_norm = weights.embedding.dense(), weights.final_norm.dense()
+        self._layers = [Layer(layer, Resident if resident else Mapped) for layer in weights.layers]
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim)
+        head = weights.head
+        bias = None if head is None or head.bias is None else head.bias.dense()
+        self.head_weight = (self._embedding if head is None else head.weight.dense(), bias)
 
     def plan(self, batch: "Batch", pages: Pages) -> Plan:
         """Resolve positions, slots and pages of a step. Sequences without new tokens take no part in it."""
@@ -140,19 +177,18 @@ class Bound:
     def run(self, plan: Plan) -> Tensor:
         """Hidden states after the final norm, fp32 [rows, hidden_size]; writes the step's keys and values."""
         eps = self._config.rms_eps
-        hidden = self._weights.embedding[plan.token_ids]
-        for index, layer in enumerate(self._weights.layers):
+        hidden = self._embedding[plan.token_ids]
+        for index, layer in enumerate(self._layers):
             hidden = hidden + self._attend(layer, index, rms_norm(hidden, layer.attn_norm, eps), plan)
             x = rms_norm(hidden, layer.ffn_norm, eps)
-            gated = silu_gate(linear(x, *layer.gate), linear(x, *layer.up))
-            hidden = hidden + linear(gated, *layer.down)
-        return rms_norm(hidden, self._weights.final_norm, eps)
+            hidden = hidden + layer.down(silu_gate(layer.gate(x), layer.up(x)))
+        return rms_norm(hidden, self._final_norm, eps)
 
-    def _attend(self, layer: "LayerWeights", index: int, x: Tensor, plan: Plan) -> Tensor:
+    def _attend(self, layer: Layer, index: int, x: Tensor, plan: Plan) -> Tensor:
         config = self._config
-        q = linear(x, *layer.q).unflatten(-1, (config.num_heads, config.head_dim))
-        k = linear(x, *layer.k).unflatten(-1, (config.num_kv_heads, config.head_dim))
-        v = linear(x, *layer.v).unflatten(-1, (config.num_kv_heads, config.head_dim))
+        q = layer.q(x).unflatten(-1, (config.num_heads, config.head_dim))
+        k = layer.k(x).unflatten(-1, (config.num_kv_heads, config.head_dim))
+        v = layer.v(x).unflatten(-1, (config.num_kv_heads, config.head_dim))
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, config.rms_eps), rms_norm(k, layer.k_norm, config.rms_eps)
         q, k = rotate(q, plan.cos, plan.sin), rotate(k, plan.cos, plan.sin)
@@ -162,9 +198,12 @@ class Bound:
         for sequence in plan.sequences:
             past = read_kv(keys, values, sequence.blocks, sequence.kv_len)
             out[sequence.rows] = attention(q[sequence.rows], *past, sequence.visible)
-        return linear(out.flatten(1), *layer.o)
+        return layer.o(out.flatten(1))
 
 
-def bind(config: "ModelConfig", weights: "Weights") -> Bound:
-    """Bind a model to this backend; every weight type is accepted, since all are fp32 by now."""
-    return Bound(config, weights)
+def bind(config: "ModelConfig", weights: "Weights", resident: bool = True) -> Bound:
+    """Read and bind a model's weights; every type is accepted, since this backend widens all of them to fp32.
+
+    resident: False leaves the layers in their file, to be read and widened again in every step.
+    """
+    return Bound(config, weights, resident)

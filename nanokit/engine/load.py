@@ -4,16 +4,18 @@ The order matters: open (headers only), decide the sizes of the KV pool, compare
 then read weights. A refusal therefore costs milliseconds and names the option that would help.
 """
 
+import time
+import warnings
 from pathlib import Path
 
 from nanokit.engine.engine import Engine, EngineConfig
 from nanokit.engine.settings import checked_call
 from nanokit.errors import ParameterError
 from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
+from nanokit.model import memory
 from nanokit.model.config import ModelConfig, override_rope
 from nanokit.model.load import open_model
-from nanokit.model.memory import check_budget, human, parse_bytes
-from nanokit.model.source import footprint
+from nanokit.model.source import ModelSource, footprint
 from nanokit.model.transformer import Transformer, check_activations
 
 DEFAULT_CTX = 8192
@@ -40,6 +42,7 @@ def load(
     rope_freq_base: float | None = None,
     rope_freq_scale: float | None = None,
     force: bool = False,
+    mapped: bool | None = None,
 ) -> LoadedEngine:
     """Load a model and return the engine that runs it.
 
@@ -49,7 +52,8 @@ def load(
     sequences that run at once. token_budget: tokens computed a step. prefix_cache: reuse pages of equal prompt
     beginnings. kv_format: "fp32" or "fp16" pages. activations: "fp32" computes as transformers does.
     rope_freq_base, rope_freq_scale: override the model's own values, with `force` only; `force` also allows a ctx
-    beyond what the model was trained for.
+    beyond what the model was trained for. mapped: leave the layers' weights in their file and widen them again in
+    every step; None does so, with a warning, only when they do not fit into memory.
 
     Raises ModelFileError, TokenizerError, MemoryBudgetError, ParameterError, FetchError.
     """
@@ -73,11 +77,28 @@ def load(
         token_budget=token_budget,
         prefix_cache=prefix_cache,
     )
-    check_budget(
-        footprint(opened).dense, num_blocks * per_block, opened.name, _kv_advice(max_context, per_block)
-    )
-    model = Transformer(opened, config, activations)
+    mapped = _placement(opened, num_blocks * per_block, _kv_advice(max_context, per_block), mapped)
+    started = time.perf_counter()
+    model = Transformer(opened, config, activations, resident=not mapped)
+    if mapped:
+        again = memory.human(model.footprint.per_token_stored)
+        seconds = time.perf_counter() - started
+        warnings.warn(
+            f"{opened.name} runs from its file: every step reads and widens {again} of weights again, "
+            f"which took {seconds:.1f} s at loading",
+            stacklevel=2,
+        )
     return LoadedEngine(model, opened.tokenizer, engine_config, kv=PagedKV(config, num_blocks, kv_format))
+
+
+def _placement(opened: ModelSource, kv_bytes: int, kv_advice: str, mapped: bool | None) -> bool:
+    """Whether the layers stay in their file. Raises MemoryBudgetError when the model fits neither way."""
+    needed, free = footprint(opened), memory.free_memory()
+    if mapped is None:
+        mapped = needed.dense > free and needed.mapped + kv_bytes <= free
+    weights = needed.mapped if mapped else needed.dense
+    memory.check_budget(weights, kv_bytes, opened.name, kv_advice, free)
+    return mapped
 
 
 def _context(ctx: int | None, config: ModelConfig, force: bool) -> int:
@@ -97,19 +118,19 @@ def _blocks(kv_memory: int | str | None, max_context: int, max_seqs: int, per_bl
     for_one = -(-max_context // BLOCK_SIZE)
     if kv_memory is None:
         return max(for_one, min(for_one * max(max_seqs, 1), DEFAULT_KV_MEMORY // per_block))
-    blocks = parse_bytes(kv_memory) // per_block
+    blocks = memory.parse_bytes(kv_memory) // per_block
     if blocks < 1:
         raise ParameterError(
             "kv_memory is too small for one block",
-            found=f"{parse_bytes(kv_memory)} bytes",
+            found=f"{memory.parse_bytes(kv_memory)} bytes",
             needed=f"at least {per_block} ({BLOCK_SIZE} tokens of all layers); "
-            f"{human(for_one * per_block)} for one sequence of {max_context} tokens",
+            f"{memory.human(for_one * per_block)} for one sequence of {max_context} tokens",
         )
     return blocks
 
 
 def _kv_advice(max_context: int, per_block: int) -> str:
-    one = human(-(-max_context // BLOCK_SIZE) * per_block)
+    one = memory.human(-(-max_context // BLOCK_SIZE) * per_block)
     return (
         f"lower ctx (now {max_context}: one full sequence takes {one}), kv_memory or max_seqs, "
         'or use kv_format="fp16"'

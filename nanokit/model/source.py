@@ -6,7 +6,7 @@ before anything is allocated. `torch` pickles (.bin, .pt) are refused: reading o
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,18 +20,10 @@ from nanokit.gguf.reader import GGUFFile
 from nanokit.model.config import ModelConfig, config_from_transformers
 from nanokit.model.config_gguf import config_from_gguf
 from nanokit.model.tokenizer import Tokenizer
-from nanokit.model.weights import GLOBAL_NAMES, TensorSource
+from nanokit.model.weights import GLOBAL_NAMES, Stored, TensorSource
 
 JSON_LIMIT = 64 << 20
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its shape, and the bytes that it takes there."""
-
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 class ModelSource(TensorSource, Protocol):
@@ -40,15 +32,16 @@ class ModelSource(TensorSource, Protocol):
     name: str
     config: ModelConfig
     tokenizer: Tokenizer
-    stored: dict[str, Stored]
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of a model's weights. dense: all of them in fp32. per_token_*: what one decoded token reads, as stored
-    and in fp32: everything but the embedding table, of which it reads a row, unless the head is tied to it."""
+    and in fp32: everything but the embedding table, of which it reads a row, unless the head is tied to it. mapped:
+    what stays in memory when the layers are left in the file, with room for one of them at a time."""
 
     dense: int
+    mapped: int
     per_token_stored: int
     per_token_dense: int
 
@@ -56,11 +49,13 @@ class Footprint:
 def footprint(source: ModelSource) -> Footprint:
     """The bytes of an opened model."""
     skipped = "" if source.config.tied_head else GLOBAL_NAMES["embedding"][source.kind] + ".weight"
-    read = [tensor for name, tensor in source.stored.items() if name != skipped]
+    dense = {name: 4 * math.prod(tensor.shape) for name, tensor in source.stored.items()}
+    layered = {name: size for name, size in dense.items() if name.startswith(("blk.", "model.layers."))}
     return Footprint(
-        dense=sum(4 * math.prod(tensor.shape) for tensor in source.stored.values()),
-        per_token_stored=sum(tensor.nbytes for tensor in read),
-        per_token_dense=sum(4 * math.prod(tensor.shape) for tensor in read),
+        dense=sum(dense.values()),
+        mapped=sum(dense.values()) - sum(layered.values()) + 2 * max(layered.values(), default=0),
+        per_token_stored=sum(tensor.nbytes for name, tensor in source.stored.items() if name != skipped),
+        per_token_dense=sum(size for name, size in dense.items() if name != skipped),
     )
 
 
@@ -97,9 +92,6 @@ class GGUFSource:
             )
         self.tokenizer.pad_to(self.config.vocab_size)
         self.stored = {name: Stored(info.shape, info.nbytes) for name, info in infos.items()}
-
-    def names(self) -> Collection[str]:
-        return self.stored.keys()
 
     def tensor(self, name: str) -> Tensor:
         tensor = torch.from_numpy(self._file.tensor(name))
@@ -160,9 +152,6 @@ class SafetensorsSource:
                 shape = tuple(piece.get_shape())
                 self._places[name] = path
                 self.stored[name] = Stored(shape, math.prod(shape) * FLOATS[piece.get_dtype()].itemsize)
-
-    def names(self) -> Collection[str]:
-        return self.stored.keys()
 
     def tensor(self, name: str) -> Tensor:
         with _opened(self._places[name]) as handle:

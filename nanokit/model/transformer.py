@@ -16,14 +16,18 @@ from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig
 from nanokit.model.head import FullHead
 from nanokit.model.source import ModelSource, footprint
-from nanokit.model.weights import read_weights
+from nanokit.model.weights import find_weights
 
 # activation mode -> backend that runs it; fp32 is the mode in which the engine equals transformers
 BACKENDS: dict[str, ModuleType] = {"fp32": reference}
 
 
 class BoundModel(Protocol):
-    """What `bind(config, weights)` of a backend returns."""
+    """What `bind(config, weights, resident)` of a backend returns."""
+
+    head_weight: tuple[
+        Tensor, Tensor | None
+    ]  # [vocab_size, hidden_size] and a bias; the embedding where tied
 
     def plan(self, batch: Batch, pages: Any) -> Any: ...
 
@@ -33,14 +37,19 @@ class BoundModel(Protocol):
 class Transformer:
     """config, bound weights and the head; name and footprint are those of the source it was read from."""
 
-    def __init__(self, source: ModelSource, config: ModelConfig, activations: str = "fp32") -> None:
-        """Read the weights of an opened source. config: the source's own, or one with an overridden rope."""
+    def __init__(
+        self, source: ModelSource, config: ModelConfig, activations: str = "fp32", *, resident: bool = True
+    ) -> None:
+        """Bind the weights of an opened source. config: the source's own, or one with an overridden rope.
+
+        resident: False leaves the layers in the file and reads them again in every step.
+        """
         self.config, self.activations = config, check_activations(activations)
         self.name, self.footprint = source.name, footprint(source)
-        weights = read_weights(config, source)
         self.vocab_size = config.vocab_size
-        self.head = FullHead(*weights.head)
-        self._bound: BoundModel = BACKENDS[activations].bind(config, weights)
+        weights = find_weights(config, source)
+        self._bound: BoundModel = BACKENDS[activations].bind(config, weights, resident)
+        self.head = FullHead(*self._bound.head_weight)
 
     def forward(self, batch: Batch, pages: Any) -> Tensor:
         """Hidden states after the final norm, [rows, hidden_size]; the keys and values of the batch's tokens are in

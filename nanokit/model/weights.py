@@ -1,11 +1,12 @@
 """The weights of a model under their own names, and where each file format keeps them.
 
-A linear layer is a pair (weight [out, in], bias [out] or None), fp32. A source (GGUF, safetensors) answers
-`tensor(name)` for the names below; shapes are checked here, once, against the configuration, whatever the source.
+Finding comes before reading: every name and shape is compared with the configuration while only the file's header
+has been looked at, so that a wrong file is refused in milliseconds. The matrices themselves are read by the backend
+that binds them, which knows whether it wants them in fp32, packed, or again for every use.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,25 +36,46 @@ LAYER_NAMES = {
 }
 
 
-class Linear(NamedTuple):
-    """weight [out, in]; bias [out] or None. Unpacks into torch.nn.functional.linear."""
+@dataclass(frozen=True)
+class Matrix:
+    """A weight that has been found and not been read. shape: rows, columns (a vector has one length)."""
 
-    weight: Tensor
-    bias: Tensor | None
+    name: str
+    shape: tuple[int, ...]
+    source: "TensorSource" = field(repr=False)
+
+    def dense(self) -> Tensor:
+        """Read it, in fp32. Raises ModelFileError when it holds infinities or NaN."""
+        tensor = self.source.tensor(self.name)
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
+            raise ModelFileError(
+                f"the tensor {self.name} holds infinities or NaN",
+                found=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite",
+                needed="finite weights",
+                do="the file is corrupt or was converted with overflow: download or convert it again",
+            )
+        return tensor
+
+
+class Linear(NamedTuple):
+    """weight [out, in]; bias [out] or None."""
+
+    weight: Matrix
+    bias: Matrix | None
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """One transformer layer; q_norm and k_norm [head_dim] where the architecture has them."""
 
-    attn_norm: Tensor
+    attn_norm: Matrix
     q: Linear
     k: Linear
     v: Linear
     o: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    ffn_norm: Tensor
+    q_norm: Matrix | None
+    k_norm: Matrix | None
+    ffn_norm: Matrix
     gate: Linear
     up: Linear
     down: Linear
@@ -61,12 +83,20 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """embedding [vocab_size, hidden_size]; head.weight is the embedding itself in tied models."""
+    """embedding [vocab_size, hidden_size]; head is None in tied models, whose head is the embedding."""
 
-    embedding: Tensor
+    embedding: Matrix
     layers: list[LayerWeights]
-    final_norm: Tensor
-    head: Linear
+    final_norm: Matrix
+    head: Linear | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its shape, and the bytes that it takes there."""
+
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 class TensorSource(Protocol):
@@ -74,7 +104,8 @@ class TensorSource(Protocol):
 
     kind: int  # 0: GGUF names, 1: transformers names
 
-    def names(self) -> Collection[str]:
+    @property
+    def stored(self) -> Mapping[str, Stored]:
         """Every tensor in the file."""
         ...
 
@@ -83,23 +114,25 @@ class TensorSource(Protocol):
         ...
 
 
-def read_weights(config: ModelConfig, source: TensorSource) -> Weights:
-    """Read, check and name every weight. Raises ModelFileError for one that is missing, left over, misshapen or
-    not finite: a tensor that nobody asked for means that the forward would not be the model's."""
-    reader = _Reader(config, source)
-    layers = [reader.layer(index) for index in range(config.num_layers)]
+def find_weights(config: ModelConfig, source: TensorSource) -> Weights:
+    """Find, check and name every weight. Raises ModelFileError for one that is missing, left over or misshapen: a
+    tensor that nobody asked for means that the forward would not be the model's."""
+    finder = _Finder(config, source)
+    layers = [finder.layer(index) for index in range(config.num_layers)]
     shape = (config.vocab_size, config.hidden_size)
-    embedding = reader.matrix("embedding", shape)
-    head = reader.tied_head(embedding) if config.tied_head else reader.linear("head", *shape)
-    weights = Weights(embedding, layers, reader.vector("final_norm", config.hidden_size), head)
-    reader.refuse_left_over()
+    embedding = finder.find(finder.name("embedding", None) + ".weight", shape)
+    if config.tied_head:
+        finder.check_tied(embedding)
+    head = None if config.tied_head else finder.linear("head", *shape)
+    weights = Weights(embedding, layers, finder.vector("final_norm", config.hidden_size), head)
+    finder.refuse_left_over()
     return weights
 
 
-class _Reader:
+class _Finder:
     def __init__(self, config: ModelConfig, source: TensorSource) -> None:
         self._config, self._source = config, source
-        self._unread = set(source.names())
+        self._unfound = set(source.stored)
 
     def layer(self, index: int) -> LayerWeights:
         c, at = self._config, index
@@ -119,63 +152,59 @@ class _Reader:
             down=self.linear("down", c.hidden_size, c.intermediate_size, at),
         )
 
-    def vector(self, name: str, length: int, layer: int | None = None) -> Tensor:
-        return self._read(self._name(name, layer) + ".weight", (length,))
+    def vector(self, name: str, length: int, layer: int | None = None) -> Matrix:
+        return self.find(self.name(name, layer) + ".weight", (length,))
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
-        return self._read(self._name(name, None) + ".weight", shape)
-
-    def tied_head(self, embedding: Tensor) -> Linear:
-        """The embedding as the head. A head of its own beside it must be the same: which of two is meant is not
-        ours to guess (transformers 4 takes the embedding, transformers 5 the head)."""
-        name = self._name("head", None) + ".weight"
-        if name in self._unread and not torch.equal(self._read(name, tuple(embedding.shape)), embedding):
+    def check_tied(self, embedding: Matrix) -> None:
+        """No head of its own. One that stands in the file all the same must be the embedding: which of two is meant
+        is not ours to guess (transformers 4 takes the embedding, transformers 5 the head)."""
+        name = self.name("head", None) + ".weight"
+        if name not in self._unfound:
+            return
+        if not torch.equal(self.find(name, embedding.shape).dense(), embedding.dense()):
             raise ModelFileError(
                 f"{name} is not the embedding, although the configuration says that they are tied",
                 found="different values",
                 needed="equal ones, or tie_word_embeddings: false",
                 do="correct tie_word_embeddings in config.json as the model's authors meant it",
             )
-        return Linear(embedding, None)
 
     def linear(self, name: str, rows: int, columns: int, layer: int | None = None) -> Linear:
-        base = self._name(name, layer)
-        weight = self._read(base + ".weight", (rows, columns))
+        base = self.name(name, layer)
+        weight = self.find(base + ".weight", (rows, columns))
         needs_bias = name in ("q", "k", "v") and self._config.architecture == "qwen2"
-        has_bias = base + ".bias" in self._unread
-        return Linear(weight, self._read(base + ".bias", (rows,)) if needs_bias or has_bias else None)
+        has_bias = base + ".bias" in self._unfound
+        return Linear(weight, self.find(base + ".bias", (rows,)) if needs_bias or has_bias else None)
 
-    def _name(self, name: str, layer: int | None) -> str:
+    def name(self, name: str, layer: int | None) -> str:
         kind = self._source.kind
         if layer is None:
             return GLOBAL_NAMES[name][kind]
         return (f"blk.{layer}.", f"model.layers.{layer}.")[kind] + LAYER_NAMES[name][kind]
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._unread:
+    def find(self, name: str, shape: tuple[int, ...]) -> Matrix:
+        if name not in self._unfound:
             raise ModelFileError(
                 f"the tensor {name} is missing",
-                found=f"{len(self._source.names())} other tensors",
+                found=f"{len(self._source.stored)} other tensors",
                 needed=f"shape {list(shape)}",
                 do="the file is incomplete or of another architecture: download or convert it again",
             )
-        self._unread.discard(name)
-        tensor = self._source.tensor(name)
-        if tuple(tensor.shape) != shape:
+        self._unfound.discard(name)
+        found = self._source.stored[name].shape
+        if found != shape:
             raise ModelFileError(
-                f"the tensor {name} has the wrong shape", found=list(tensor.shape), needed=list(shape)
+                f"the tensor {name} has the wrong shape",
+                found=list(found),
+                needed=list(shape),
+                do="the file's metadata and its tensors contradict each other: convert the model again",
             )
-        if not tensor.sum().isfinite() and not tensor.isfinite().all():
-            raise ModelFileError(
-                f"the tensor {name} holds infinities or NaN",
-                found=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite",
-                needed="finite weights",
-                do="the file is corrupt or was converted with overflow: download or convert it again",
-            )
-        return tensor
+        return Matrix(name, shape, self._source)
 
     def refuse_left_over(self) -> None:
-        left = sorted(n for n in self._unread if not n.endswith(("rotary_emb.inv_freq", "rope_freqs.weight")))
+        left = sorted(
+            n for n in self._unfound if not n.endswith(("rotary_emb.inv_freq", "rope_freqs.weight"))
+        )
         if left:
             raise ModelFileError(
                 "the file holds tensors that this architecture does not use",

@@ -52,7 +52,7 @@ def test_an_option_that_is_unknown_or_out_of_range(tiny: Path, options: dict[str
 
 def test_an_unknown_activation_mode_costs_no_reading(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for whoever builds the model without `load`."""
-    monkeypatch.setattr(transformer, "read_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(transformer, "find_weights", lambda *_: pytest.fail("weights were read"))
     from nanokit.model.load import open_model
 
     source = open_model(tiny)
@@ -82,7 +82,7 @@ def test_the_default_pool_ends_at_its_limit_but_holds_one_sequence(tiny: Path) -
 def test_too_little_memory_is_refused_with_numbers_before_weights_are_read(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformer, "read_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(transformer, "find_weights", lambda *_: pytest.fail("weights were read"))
     monkeypatch.setattr(memory, "free_memory", lambda: 2 << 20)
     with pytest.raises(MemoryBudgetError) as caught:
         load(tiny, max_seqs=16, ctx=512)
@@ -93,6 +93,23 @@ def test_too_little_memory_is_refused_with_numbers_before_weights_are_read(
         assert option in caught.value.do
     with pytest.raises(MemoryBudgetError, match=r"99\.00 GiB for KV pages"):
         load(tiny, kv_memory="99GiB")
+
+
+def test_weights_larger_than_memory_stay_in_their_file(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning that says what it costs; the answers are the same. A pool that does not fit is still refused,
+    and so is a person's own `mapped=False`."""
+    expected = load(tiny).generate([[1, 2, 3]], Sampling(max_tokens=5))[0].token_ids
+    footprint = load(tiny).model.footprint
+    assert footprint.mapped < footprint.dense
+    monkeypatch.setattr(memory, "free_memory", lambda: footprint.dense - 1)
+    with pytest.warns(
+        UserWarning, match="tiny runs from its file: every step reads and widens .* of weights again"
+    ):
+        engine = load(tiny, kv_memory=2 * ONE_BLOCK)
+    assert engine.generate([[1, 2, 3]], Sampling(max_tokens=5))[0].token_ids == expected
+    for refused in ({"kv_memory": "1GiB"}, {"kv_memory": 2 * ONE_BLOCK, "mapped": False}):
+        with pytest.raises(MemoryBudgetError):
+            load(tiny, **refused)
 
 
 @pytest.mark.parametrize(

@@ -145,3 +145,10 @@ def test_fp16_pages_are_what_rows_attend_to(tmp_path: Path) -> None:
     rounding = (at_once - all_logits(model, ids)).abs().max()
     assert rounding > 1e-4
     assert (at_once - one_by_one).abs().max() < rounding / 2
+
+
+def test_layers_left_in_their_file_give_the_same_logits(tmp_path: Path) -> None:
+    """A model larger than memory is slower, not different."""
+    source = open_model(save_tiny_gguf(tmp_path / "m.gguf", tiny_model("qwen2")))
+    mapped = Transformer(source, source.config, resident=False)
+    assert torch.equal(all_logits(mapped, some_ids(40)), all_logits(load(tmp_path / "m.gguf"), some_ids(40)))

@@ -16,14 +16,14 @@ from tiny import save_tiny, save_tiny_gguf, tiny_model
 
 from nanokit.errors import ModelFileError
 from nanokit.model.load import open_model
-from nanokit.model.weights import read_weights
+from nanokit.model.transformer import Transformer
 
 Change = Callable[[dict[str, torch.Tensor]], object]
 
 
 def read(path: Path) -> None:
     source = open_model(path)
-    read_weights(source.config, source)
+    Transformer(source, source.config)
 
 
 def refusal(path: Path) -> str:
