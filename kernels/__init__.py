@@ -7,4 +7,4 @@ transformers takes for "not installed"), and nothing below it can be imported a 
 """
 
 if __name__ == "kernels":
-    __path__: list[str] = []
+    globals()["__path__"] = []
