@@ -114,7 +114,7 @@ def lab_command(notebook: Path, *, browser: bool = True, arguments: Sequence[str
         sys.executable,
         "-m",
         "jupyterlab",
-        str(notebook),
+        f"--LabApp.default_url=/lab/tree/{quote(notebook.relative_to(root).as_posix())}",
         f"--ServerApp.root_dir={root}",
         "--ServerApp.ip=127.0.0.1",
         *([] if browser else ["--no-browser"]),
