@@ -125,10 +125,13 @@ class Engine:
             )
         if isinstance(sampling, Sampling) or sampling is None:
             sampling = [sampling or Sampling()] * len(prompts)
-        if len(sampling) != len(prompts):
+        if not isinstance(sampling, Sequence) or len(sampling) != len(prompts):
             raise RequestError(
-                "one sampling for all prompts, or one for each",
-                found=f"{len(sampling)} samplings for {len(prompts)} prompts",
+                "sampling is one Sampling for all prompts, or a list with one for each",
+                found=f"{len(sampling)} for {len(prompts)} prompts"
+                if isinstance(sampling, Sequence)
+                else repr(sampling),
+                needed=f"a Sampling, or {len(prompts)} of them",
             )
         checked = [self._validated(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)]
         with self._lock:

@@ -27,6 +27,13 @@ class LoadedEngine(Engine):
 
     model: Transformer
 
+    def __repr__(self) -> str:
+        sizes = self.config
+        return (
+            f"<{type(self).__name__} {self.model.name}: {self.model.activations} activations, "
+            f"context {sizes.max_context}, {sizes.num_blocks} KV blocks of {sizes.block_size} tokens>"
+        )
+
 
 @checked_call
 def load(
@@ -51,7 +58,8 @@ def load(
     KV pages (if None, room for max_seqs sequences of ctx tokens up to 1 GiB, and for at least one). max_seqs:
     sequences that run at once. token_budget: tokens computed a step. prefix_cache: reuse pages of equal prompt
     beginnings. kv_format: "fp32" or "fp16" pages. activations: "fp32" computes as transformers does.
-    rope_freq_base, rope_freq_scale: override the model's own values, with `force` only; `force` also allows a ctx
+    rope_freq_base, rope_freq_scale: override the model's own values (or supply a base that a file lacks), with `force`
+    only; `force` also allows a ctx
     beyond what the model was trained for. mapped: leave the layers' weights in their file and widen them again in
     every step; None does so, with a warning, only when they do not fit into memory.
 
@@ -64,7 +72,7 @@ def load(
         from nanokit.model.fetch import resolve_default
 
         source = resolve_default()
-    opened = open_model(source)
+    opened = open_model(source, rope_base=rope_freq_base if force else None)
     config = override_rope(opened.config, base=rope_freq_base, scale=rope_freq_scale, force=force)
     max_context = _context(ctx, config, force)
     per_block = PagedKV.bytes_per_block(config, kv_format)

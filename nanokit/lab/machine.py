@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -202,7 +203,7 @@ def measure_bandwidth(*, repeats: int = 7, buffer_bytes: int | None = None) -> B
         )
     with measuring("memory bandwidth"), torch.inference_mode():
         buffer = torch.ones(size // 4, dtype=torch.float32, device="cpu")
-        readers = (lambda: torch.dot(buffer, buffer), buffer.sum)
+        readers: tuple[Callable[[], object], ...] = (lambda: torch.dot(buffer, buffer), buffer.sum)
         samples: list[list[float]] = [[], []]
         for turn in range(repeats + 1):
             for reader, speeds in zip(readers, samples, strict=True):

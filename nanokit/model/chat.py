@@ -26,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from nanokit.errors import TokenizerError
 
 MAX_TEMPLATE = 1_000_000  # characters
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 MAX_OUTPUT = 10_000_000  # characters
 MAX_TURNS = 200_000  # loop turns and macro calls of one rendering
 
@@ -136,6 +137,13 @@ def _plain(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         texts = all(isinstance(text, str) for pair in message.items() for text in pair)
         if not texts or not {"role", "content"} <= message.keys():
             raise _bad_messages(str(dict(message))[:200])
+        if message["role"] not in ROLES:
+            raise TokenizerError(
+                "a chat message has an unknown role",
+                found=repr(message["role"])[:80],
+                needed="one of " + ", ".join(ROLES),
+                do="most templates would render it all the same, and the model answer to nobody",
+            )
     return [{str.__str__(key): str.__str__(value) for key, value in message.items()} for message in messages]
 
 

@@ -104,8 +104,11 @@ def override_rope(
 # transformers' config.json
 
 
-def config_from_transformers(raw: Mapping[str, Any]) -> ModelConfig:
-    """From a parsed config.json as transformers 4 or 5 writes it. Raises ModelFileError."""
+def config_from_transformers(raw: Mapping[str, Any], rope_base: float | None = None) -> ModelConfig:
+    """From a parsed config.json as transformers 4 or 5 writes it. Raises ModelFileError.
+
+    rope_base: what the caller vouches for where the model states none.
+    """
     architecture = check_architecture(raw.get("model_type"))
     _refuse_unsupported(raw)
     heads = _integer(raw, "num_attention_heads")
@@ -121,7 +124,7 @@ def config_from_transformers(raw: Mapping[str, Any]) -> ModelConfig:
         head_dim=_integer(raw, "head_dim", 128 if architecture == "qwen3" else hidden // max(heads, 1)),
         max_context=_integer(raw, "max_position_embeddings"),
         rms_eps=_number(raw, "rms_norm_eps"),
-        rope=_rope_from_transformers(raw),
+        rope=_rope_from_transformers(raw, rope_base),
         tied_head=_boolean(raw, "tie_word_embeddings"),
     )
 
@@ -151,9 +154,11 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ModelFileError("the feed-forward activation is not supported", found=activation, needed="silu")
 
 
-def _rope_from_transformers(raw: Mapping[str, Any]) -> Rope:
+def _rope_from_transformers(raw: Mapping[str, Any], rope_base: float | None) -> Rope:
     nested, legacy = _mapping(raw, "rope_parameters"), _mapping(raw, "rope_scaling")
     bases = {_number(p, "rope_theta") for p in (raw, nested, legacy) if p.get("rope_theta") is not None}
+    if not bases and rope_base is not None:
+        bases = {rope_base}
     if len(bases) != 1:
         raise ModelFileError(
             "the rope base is missing" if not bases else "two rope bases contradict each other",

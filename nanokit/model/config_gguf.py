@@ -19,9 +19,11 @@ def config_from_gguf(
     vocab_size: int,
     tied_head: bool,
     frequency_factors: Sequence[float] | None = None,
+    rope_base: float | None = None,
 ) -> ModelConfig:
     """metadata: as `GGUFFile.metadata`; vocab_size: rows of token_embd.weight; tied_head: no output.weight;
-    frequency_factors: the tensor rope_freqs.weight, if the file has one. Raises ModelFileError."""
+    frequency_factors: the tensor rope_freqs.weight, if the file has one; rope_base: what the caller vouches for where
+    the file states none. Raises ModelFileError."""
     arch = check_architecture(metadata.get("general.architecture"))
     keys = _Keys(metadata, arch)
     if keys.get("expert_count", 0):
@@ -60,7 +62,7 @@ def config_from_gguf(
         head_dim=head_dim,
         max_context=keys.integer("context_length"),
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(keys, head_dim, frequency_factors),
+        rope=_rope(keys, head_dim, frequency_factors, rope_base),
         tied_head=tied_head,
     )
 
@@ -98,8 +100,10 @@ class _Keys:
         )
 
 
-def _rope(keys: _Keys, head_dim: int, frequency_factors: Sequence[float] | None) -> Rope:
-    base = keys.number("rope.freq_base")
+def _rope(
+    keys: _Keys, head_dim: int, frequency_factors: Sequence[float] | None, rope_base: float | None
+) -> Rope:
+    base = keys.number("rope.freq_base", rope_base)
     if not 0 < base < float("inf"):
         raise ModelFileError("the rope base is not usable", found=base, needed="a positive number")
     kind = keys.get("rope.scaling.type", "none")

@@ -18,20 +18,23 @@ HUB_JSON = ["model.safetensors.index.json", "config.json", "generation_config.js
             "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]  # fmt: skip
 
 
-def open_model(source: str | Path) -> ModelSource:
-    """Open without reading weights. Raises ModelFileError for anything that is not a supported model."""
+def open_model(source: str | Path, *, rope_base: float | None = None) -> ModelSource:
+    """Open without reading weights. Raises ModelFileError for anything that is not a supported model.
+
+    rope_base: what the caller vouches for where the model states none; never a default.
+    """
     path = Path(source).expanduser()
     try:
         if path.is_file():
-            return GGUFSource(path)
+            return GGUFSource(path, rope_base=rope_base)
         if path.is_dir():
-            return SafetensorsSource(path)
+            return SafetensorsSource(path, rope_base=rope_base)
     except OSError as error:  # what the system does not take as a path; files are opened further down
         raise _no_such_model(error.strerror) from error
     looks_like_file = path.is_absolute() or path.suffix == ".gguf" or str(source).startswith((".", "~"))
     if looks_like_file or not HUB_NAME.fullmatch(str(source)):
         raise _no_such_model(f"no file or folder {source}")
-    return SafetensorsSource(_from_hub(str(source)), name=str(source))
+    return SafetensorsSource(_from_hub(str(source), rope_base), name=str(source), rope_base=rope_base)
 
 
 def _no_such_model(found: str | None) -> ModelFileError:
@@ -43,12 +46,12 @@ def _no_such_model(found: str | None) -> ModelFileError:
     )
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, rope_base: float | None) -> Path:
     """The folder of the snapshot, with everything that loading reads."""
     folder = _download(name, HUB_JSON, revision=None)
     if not (folder / "config.json").is_file():
         raise _no_weights(name, "no config.json")
-    config_from_transformers(read_json(folder / "config.json"))
+    config_from_transformers(read_json(folder / "config.json"), rope_base)
     weights = weight_names(folder)
     commit = folder.name  # the same one, whatever is pushed meanwhile
     _download(name, [*HUB_JSON, *weights], revision=commit)

@@ -64,7 +64,7 @@ class GGUFSource:
 
     kind = 0
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, rope_base: float | None = None) -> None:
         self._file = GGUFFile.open(path)
         self.name = path.name
         infos = self._file.tensors
@@ -81,6 +81,7 @@ class GGUFSource:
             vocab_size=infos["token_embd.weight"].shape[0],
             tied_head="output.weight" not in infos,
             frequency_factors=None if factors is None else factors.reshape(-1).tolist(),
+            rope_base=rope_base,
         )
         self.tokenizer = Tokenizer.from_gguf(self._file.metadata)
         if self.tokenizer.vocab_size > self.config.vocab_size:
@@ -119,11 +120,11 @@ class SafetensorsSource:
 
     kind = 1
 
-    def __init__(self, directory: Path, name: str | None = None) -> None:
+    def __init__(self, directory: Path, name: str | None = None, *, rope_base: float | None = None) -> None:
         """name: what the model is called in records and messages, the folder's own name if None."""
         self.name = name or directory.resolve().name
         _refuse_gguf_folder(directory)
-        self.config = config_from_transformers(read_json(directory / "config.json"))
+        self.config = config_from_transformers(read_json(directory / "config.json"), rope_base)
         self.tokenizer = Tokenizer.from_directory(directory)
         self.tokenizer.pad_to(self.config.vocab_size)
         self.stored: dict[str, Stored] = {}

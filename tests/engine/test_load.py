@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import save_tiny, tiny_model
+from tiny import save_tiny, save_tiny_gguf, tiny_model
 
 import nanokit
 from nanokit.engine.load import DEFAULT_KV_MEMORY, LoadedEngine
 from nanokit.engine.sampling import Sampling
-from nanokit.errors import MemoryBudgetError, ParameterError
+from nanokit.errors import MemoryBudgetError, ModelFileError, ParameterError
 from nanokit.kv.pages import BLOCK_SIZE, PagedKV
 from nanokit.model import memory, transformer
 
@@ -132,3 +132,16 @@ def test_the_footprint_is_what_the_weights_take(tiny: Path) -> None:
     dense = sum(4 * parameter.numel() for parameter in reference.parameters())
     assert footprint.dense == dense
     assert footprint.per_token_stored == dense - 4 * reference.model.embed_tokens.weight.numel()
+
+
+def test_a_missing_rope_base_is_supplied_by_force_only(tmp_path: Path) -> None:
+    """Old Llama 2 files state none. Guessing 10,000 reads fine and is wrong for others; who knows it may say it."""
+    whole = save_tiny_gguf(tmp_path / "whole.gguf", tiny_model("llama"))
+    lacking = save_tiny_gguf(tmp_path / "lacking.gguf", tiny_model("llama"), **{"llama.rope.freq_base": None})
+    expected = load(whole).generate([[1, 2, 3]], Sampling(max_tokens=8))[0].token_ids
+    for options in ({}, {"rope_freq_base": 1e4}):
+        with pytest.raises(ModelFileError, match=r"rope\.freq_base is missing"):
+            load(lacking, **options)
+    base = load(whole).model.config.rope.base
+    supplied = load(lacking, rope_freq_base=base, force=True)
+    assert supplied.generate([[1, 2, 3]], Sampling(max_tokens=8))[0].token_ids == expected

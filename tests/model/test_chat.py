@@ -179,3 +179,11 @@ def test_a_template_that_is_no_text_is_refused(source: Any) -> None:
     """The key of a GGUF file may hold a number or an array."""
     with pytest.raises(TokenizerError, match="chat template failed"):
         Tokenizer.from_gguf({**byte_level_metadata(), "tokenizer.chat_template": source}).chat_text(CHATS[0])
+
+
+def test_an_unknown_role_is_refused() -> None:
+    """A template renders "usr" as it stands, and the model sees a conversation that nobody had."""
+    with pytest.raises(TokenizerError, match="unknown role"):
+        ChatTemplate("{{ messages[0].role }}").render(
+            [{"role": "usr", "content": "hi"}], add_generation_prompt=True, special_texts={}
+        )
