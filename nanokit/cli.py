@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from nanokit import __version__
@@ -22,7 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show becomes \\uXXXX
             stream.reconfigure(errors="backslashreplace")
-    args = _parser().parse_args(argv)
+    warnings.formatwarning = lambda message, *_args, **_options: f"nanokit: {message}\n"
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     try:
         code: int = args.command(args)
         if sys.stdout is not None:
@@ -135,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
         description="A Jupyter-first kit for running large language models fast on your machine.",
     )
     parser.add_argument("--version", action="version", version=f"nanokit {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
     _add_run(commands)
     _add_runs(commands)
     lab = commands.add_parser("lab", help="open JupyterLab on the tour")
@@ -144,26 +151,22 @@ def _parser() -> argparse.ArgumentParser:
     lab.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="passed on to jupyter lab")
     lab.set_defaults(command=_lab)
 
-    model = commands.add_parser("model", help="the default model").add_subparsers(
-        metavar="ACTION", required=True
-    )
+    model = commands.add_parser("model", help="the default model").add_subparsers(metavar="ACTION", required=True)
     fetch = model.add_parser("fetch", help="download the default model once and print its path")
     fetch.add_argument("--verify", action="store_true", help="hash a file that is already there")
     fetch.set_defaults(command=_fetch)
 
     generate = commands.add_parser("generate", help="answer one prompt")
-    generate.add_argument("prompt", help="the text; - reads it from standard input")
+    generate.add_argument("prompt", nargs="?", help="the text; - or a pipe reads it from standard input")
     generate.add_argument(
         "--raw", action="store_true", help="continue the text itself, without the model's chat template"
     )
-    generate.add_argument(
-        "--json", action="store_true", help="print ids, text and timings as one JSON object"
-    )
+    generate.add_argument("--json", action="store_true", help="print ids, text and timings as one JSON object")
     _add_sampling(generate)
     _add_model(generate)
     generate.set_defaults(command=_generate)
 
-    chat = commands.add_parser("chat", help="talk with the model; one line a turn, Ctrl-D ends")
+    chat = commands.add_parser("chat", help="talk with the model: one line a turn, /help, Ctrl-D ends")
     chat.add_argument("--system", help="system message")
     _add_sampling(chat)
     _add_model(chat)
@@ -178,17 +181,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     run = commands.add_parser("run", help="execute a notebook and record its figures (default: the tour)")
+    run.epilog = "The executed notebook and a line in records.jsonl go to runs/, or to NANOKIT_RUNS."
     run.add_argument("notebook", nargs="?", help="name (tour, 00_tour) or path")
-    run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE")
     run.add_argument(
-        "--grid", action="append", default=[], metavar="NAME=V1,V2,…", help="every combination; resumes"
+        "-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the notebook"
     )
-    run.add_argument(
-        "--from-record", metavar="RUN", help="repeat a recorded run (id, its beginning, or last)"
-    )
-    run.add_argument(
-        "--timeout", type=int, default=300, metavar="S", help="seconds a cell may take (%(default)s)"
-    )
+    run.add_argument("--grid", action="append", default=[], metavar="NAME=V1,V2,…", help="every combination; resumes")
+    run.add_argument("--from-record", metavar="RUN", help="repeat a recorded run (id, its beginning, or last)")
+    run.add_argument("--timeout", type=int, default=300, metavar="S", help="seconds a cell may take (%(default)s)")
     run.set_defaults(command=_run)
 
 
@@ -211,24 +211,23 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, help="0 is greedy, the default")
-    group.add_argument("--top-k", type=int)
-    group.add_argument("--top-p", type=float)
-    group.add_argument("--min-p", type=float)
-    group.add_argument("--repetition-penalty", type=float)
-    group.add_argument("--max-tokens", type=int)
+    group.add_argument("--top-k", type=int, help="draw from the K most likely tokens; 0, the default, is all")
+    group.add_argument("--top-p", type=float, help="draw from the likeliest that reach P; 1, the default, is all")
+    group.add_argument("--min-p", type=float, help="drop tokens less likely than P times the likeliest (0)")
+    group.add_argument("--repetition-penalty", type=float, help="above 1 discourages tokens already there (1)")
+    group.add_argument("--max-tokens", type=int, help="longest answer (128)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given again")
-    group.add_argument("--seed", type=int)
+    group.add_argument("--seed", type=int, help="repeats a sampled answer; drawn and shown if not given")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", help=".gguf file, folder of safetensors, or org/name (default: fetched once)"
-    )
+    group.add_argument("--model", help=".gguf file, folder of safetensors, or org/name (default: fetched once)")
     group.add_argument("--ctx", type=int, help="longest prompt + answer, in tokens")
     group.add_argument("--kv-memory", help="memory for KV pages, such as 512MiB")
     group.add_argument("--kv-format", help="fp32 or fp16 pages")
-    group.add_argument("--activations", help="fp32: computes as transformers does")
+    group.add_argument("--activations", help="fp32, the default, computes as transformers does")
+    group.add_argument("--mapped", action="store_true", help="leave weights in the file: little memory, slow")
     group.add_argument("--rope-freq-base", type=float, help="override the model's own, with --force")
     group.add_argument("--rope-freq-scale", type=float, help="override the model's own, with --force")
     group.add_argument("--force", action="store_true", help="allow overrides that make answers worse")

@@ -15,9 +15,7 @@ class NanokitError(Exception):
 
     exit_code = 1
 
-    def __init__(
-        self, what: str, *, found: object = None, needed: object = None, do: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, found: object = None, needed: object = None, do: str | None = None) -> None:
         self.what, self.found, self.needed, self.do = what, found, needed, do
         lines = [what]
         for label, value in (("found", found), ("needed", needed), ("do", do)):

@@ -25,9 +25,7 @@ def array(type_id: int, n: int, data: bytes) -> bytes:
     return u32(type_id) + u64(n) + data
 
 
-def info(
-    name: str | bytes, dims: Sequence[int], type_id: int = 0, offset: int = 0, n_dims: int | None = None
-) -> bytes:
+def info(name: str | bytes, dims: Sequence[int], type_id: int = 0, offset: int = 0, n_dims: int | None = None) -> bytes:
     """One entry of the tensor table; dims fastest first, as in the file."""
     shape = b"".join(map(u64, dims))
     return text(name) + u32(len(dims) if n_dims is None else n_dims) + shape + u32(type_id) + u64(offset)
@@ -45,9 +43,7 @@ def gguf_bytes(
     alignment: int = 32,
 ) -> bytes:
     """A whole file: header, padding to `alignment`, data. Counts are those of the lists unless given."""
-    counts = u64(len(infos) if n_tensors is None else n_tensors) + u64(
-        len(pairs) if n_pairs is None else n_pairs
-    )
+    counts = u64(len(infos) if n_tensors is None else n_tensors) + u64(len(pairs) if n_pairs is None else n_pairs)
     head = magic + u32(version) + counts + b"".join(pairs) + b"".join(infos)
     return head + b"\0" * (-len(head) % alignment) + data
 

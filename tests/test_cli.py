@@ -124,9 +124,7 @@ def test_an_option_that_cannot_be_meant(here, capsys, name):
     refused(capsys, ["generate", "hi", "--model", "good.gguf", *options], 2, *said)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said"), [("", "''"), (" \n\t", "the prompt is empty"), ("x" * 600, "at most 511")]
-)
+@pytest.mark.parametrize(("prompt", "said"), [("", "''"), (" \n\t", "the prompt is empty"), ("x" * 600, "at most 511")])
 def test_a_prompt_that_cannot_be_served(here, capsys, prompt, said):
     refused(capsys, ["generate", prompt, "--model", "good.gguf"], 2, "prompt", said, "needed:")
 
@@ -238,9 +236,7 @@ def test_ctrl_c_ends_a_chat_that_is_fed_by_a_program(here):
 @pytest.mark.parametrize("arguments", [LONG, ["runs", "list"]], ids=["a stream", "one line"])
 def test_the_disk_behind_the_output_is_full(here, arguments):
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [*NANOKIT, *arguments], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False
-        )
+        done = subprocess.run([*NANOKIT, *arguments], stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(b"nanokit: no space is left")
     assert done.stderr.count(b"\n") == 3
@@ -325,7 +321,6 @@ BAD_RUNS = {
     "no run to compare": (["runs", "diff", "a", "b"], 1, "no run 'a'"),
     "fewer than no runs": (["runs", "list", "--last", "-3"], 2, "negative", "found: -3"),
     "no action": (["runs"], 2, "required: ACTION"),
-    "no command": ([], 2, "required: COMMAND"),
     "unknown command": (["fly"], 2, "invalid choice: 'fly'"),
 }
 
@@ -352,3 +347,8 @@ def test_a_failing_notebook_ends_with_1_and_a_record(here, capsys):
     refused(capsys, ["run", "demo.ipynb", "-p", "k=0"], 1, "failed in cell 5", "k is zero", "the record is")
     sys.modules.pop("demo_experiment", None)
     assert [record["status"] for record in read_records(here / "runs")[0]] == ["failed"]
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "generate" in capsys.readouterr().out

@@ -26,9 +26,7 @@ def tiny_model(
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith(
-            ("norm.weight", "bias")
-        ):  # transformers starts these at 1 and 0, which would hide faults
+        if name.endswith(("norm.weight", "bias")):  # transformers starts these at 1 and 0, which would hide faults
             parameter.data.normal_(0.7, 0.2)
     return model
 
@@ -68,9 +66,7 @@ def save_tiny_gguf(
     }
     for key, value in metadata.items():
         if value is not None:
-            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](
-                key, value
-            )
+            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, "<s>", "</s>", "<|end|>", "ab"] + [f"<unused{i}>" for i in range(VOCAB - 260)]
     writer.add_tokenizer_model("gpt2")

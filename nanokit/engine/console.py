@@ -19,16 +19,18 @@ from nanokit.engine.request import Completion
 from nanokit.engine.sampling import Sampling
 from nanokit.errors import ParameterError, RequestError, TokenizerError
 
-LOAD_OPTIONS = ("ctx", "kv_memory", "kv_format", "activations", "rope_freq_base", "rope_freq_scale", "force")
+LOAD_OPTIONS = ("ctx", "kv_memory", "kv_format", "activations", "mapped", "rope_freq_base", "rope_freq_scale", "force")
+CHAT_HELP = "One line a turn. Ctrl-C stops an answer, /reset forgets the conversation, /help says this, Ctrl-D ends."
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")
 
 
 def generate(args: argparse.Namespace) -> int:
     """Answer one prompt. The text goes to standard output, the speed to standard error."""
     sampling = _sampling(args)
-    prompt = (
-        _utf8(_read_stdin(), "standard input") if args.prompt == "-" else _utf8(args.prompt, "the prompt")
-    )
+    if args.prompt == "-" or (args.prompt is None and not sys.stdin.isatty()):
+        prompt = _utf8(_read_stdin(), "standard input")
+    else:
+        prompt = _utf8(args.prompt or "", "the prompt")
     if not prompt.strip():
         raise RequestError(
             "the prompt is empty", found=repr(prompt), needed="some text", do="write it after `generate`"
@@ -42,12 +44,13 @@ def generate(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"model": engine.model.name, "prompt_ids": ids, **asdict(done)}, ensure_ascii=False))
     else:
-        _report(done)
+        _report(done, sampling)
     return 0
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Turns from standard input until it ends; `/reset` forgets the conversation."""
+    """Turns from standard input until it ends. A turn that could not be served makes the exit code 2 when a program,
+    not a person, feeds them."""
     sampling = _sampling(args)
     opening = [{"role": "system", "content": _utf8(args.system, "--system")}] if args.system else []
     engine = _load(args)
@@ -61,52 +64,57 @@ def chat(args: argparse.Namespace) -> int:
     interactive = sys.stdin.isatty()
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr] # a TextIOWrapper here
     if interactive:
-        print("One line a turn. Ctrl-C stops an answer, /reset forgets, Ctrl-D ends.", file=sys.stderr)
+        print(CHAT_HELP, file=sys.stderr)
+    code = 0
     while True:
         line = _next_line(interactive)
         if line is None:
-            return 0
+            return code
         if line == "/reset":
             messages = list(opening)
+        elif line.startswith("/"):
+            print(CHAT_HELP, file=sys.stderr)
         elif line:
             try:
                 messages = _turn(engine, messages, line, sampling)
             except (RequestError, TokenizerError) as error:
                 print(f"nanokit: {error}\n[the turn is forgotten; /reset forgets all]", file=sys.stderr)
+                code = code if interactive else error.exit_code
             except KeyboardInterrupt:
                 if not interactive:
                     raise
                 print("\n[stopped; the turn is forgotten]", file=sys.stderr)
 
 
-def _turn(
-    engine: LoadedEngine, messages: list[dict[str, str]], line: str, sampling: Sampling
-) -> list[dict[str, str]]:
+def _turn(engine: LoadedEngine, messages: list[dict[str, str]], line: str, sampling: Sampling) -> list[dict[str, str]]:
     """Print the answer to one question; returns the conversation with both, and leaves the old one alone."""
     asked = [*messages, {"role": "user", "content": line}]
     done = _answer(engine, engine.tokenizer.chat_ids(asked), sampling)
-    _report(done)
+    _report(done, sampling)
     return [*asked, {"role": "assistant", "content": done.text}]
 
 
 def _answer(engine: Engine, ids: list[int], sampling: Sampling, *, quiet: bool = False) -> Completion:
     with engine.stream(ids, sampling) as stream:
-        for chunk in stream:
-            if not quiet:
-                print(chunk.text, end="", flush=True)
-            if chunk.completion is not None:
+        try:
+            for chunk in stream:
                 if not quiet:
-                    print(flush=True)
-                return chunk.completion
+                    print(chunk.text, end="", flush=True)
+                if chunk.completion is not None:
+                    return chunk.completion
+        finally:  # an interrupted answer ends its line too
+            if not quiet:
+                print(flush=True)
     raise AssertionError("a stream ends with a completion")
 
 
-def _report(done: Completion) -> None:
+def _report(done: Completion, sampling: Sampling) -> None:
     itl, ttft = done.timings.itl_ms, done.timings.ttft_ms
     speed = f", {1e3 * len(itl) / sum(itl):.1f} tok/s" if itl else ""
+    seed = "" if sampling.is_greedy else f"; seed {done.seed}"
     print(
         f"[{done.generated_tokens} tokens ({done.finish_reason}) after {done.prompt_tokens} of prompt, "
-        f"{done.cached_tokens} cached; first token {ttft or 0:.0f} ms{speed}; seed {done.seed}]",
+        f"{done.cached_tokens} cached; first token {ttft or 0:.0f} ms{speed}{seed}]",
         file=sys.stderr,
     )
 

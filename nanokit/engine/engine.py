@@ -233,10 +233,7 @@ class Engine:
             return
         if request.answer.stopped:
             self._finish(request, FinishReason.STOP, (token,), text)
-        elif (
-            request.num_generated >= request.sampling.max_tokens
-            or len(request.tokens) >= self.config.max_context
-        ):
+        elif request.num_generated >= request.sampling.max_tokens or len(request.tokens) >= self.config.max_context:
             self._finish(request, FinishReason.LENGTH, (token,), text)
         else:
             self._deliver(Chunk(request.id, text, (token,)))
@@ -285,7 +282,5 @@ class Engine:
 
     def _find(self, request_id: int) -> Request | None:
         if not 0 <= request_id < self._next_id:
-            raise RequestError(
-                "no such request", found=request_id, needed="an id that this engine's add() returned"
-            )
+            raise RequestError("no such request", found=request_id, needed="an id that this engine's add() returned")
         return self._requests.get(request_id)

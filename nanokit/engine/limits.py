@@ -32,9 +32,7 @@ def prompt_ids(prompt: object, tokenizer: TextTokenizer, vocab_size: int) -> lis
         )
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
-        raise RequestError(
-            "a token id is outside the vocabulary", found=outside[0], needed=f"0 … {vocab_size - 1}"
-        )
+        raise RequestError("a token id is outside the vocabulary", found=outside[0], needed=f"0 … {vocab_size - 1}")
     return ids
 
 
@@ -81,8 +79,7 @@ def check_size(prompt_len: int, sampling: Sampling, config: EngineConfig) -> Non
         raise RequestError(
             "the prompt is longer than the context allows",
             found=f"{prompt_len} tokens",
-            needed=f"at most {config.max_context - 1}, so that one more fits into the context of "
-            f"{config.max_context}",
+            needed=f"at most {config.max_context - 1}, so that one more fits into the context of {config.max_context}",
             do="shorten the prompt, or load the model with a larger ctx",
         )
     computed = min(prompt_len + sampling.max_tokens, config.max_context) - 1

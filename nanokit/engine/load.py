@@ -140,6 +140,5 @@ def _blocks(kv_memory: int | str | None, max_context: int, max_seqs: int, per_bl
 def _kv_advice(max_context: int, per_block: int) -> str:
     one = memory.human(-(-max_context // BLOCK_SIZE) * per_block)
     return (
-        f"lower ctx (now {max_context}: one full sequence takes {one}), kv_memory or max_seqs, "
-        'or use kv_format="fp16"'
+        f'lower ctx (now {max_context}: one full sequence takes {one}), kv_memory or max_seqs, or use kv_format="fp16"'
     )

@@ -65,9 +65,7 @@ def gumbel_all(seed: int, position: int, vocab_size: int, stream: int = SAMPLING
     return _gumbel(np.ascontiguousarray(words.T).reshape(-1)[:vocab_size])
 
 
-def gumbel_of(
-    seed: int, position: int, tokens: NDArray[np.int64], stream: int = SAMPLING
-) -> NDArray[np.float32]:
+def gumbel_of(seed: int, position: int, tokens: NDArray[np.int64], stream: int = SAMPLING) -> NDArray[np.float32]:
     """The entries of `gumbel_all` for the given token ids, computed alone: float32 [len(tokens)]."""
     ids = tokens.astype(np.uint64)
     words = _blocks(seed, position, ids >> np.uint64(2), stream)

@@ -31,9 +31,7 @@ from nanokit.model.head import Edit, Head
 # A sum of fp32-rounded probabilities that misses top_p by less than this has reached it: with (.5, .3, .2)
 # and .8 two are kept, although .5 + .3 comes out a little below .8.
 TOP_P_SLACK = 1e-6
-FIRST_LOOK = (
-    64  # candidates that top-p looks at before it widens; usually enough, and as cheap to find as one
-)
+FIRST_LOOK = 64  # candidates that top-p looks at before it widens; usually enough, and as cheap to find as one
 WIDEN = 8
 
 
@@ -94,9 +92,7 @@ def kept(logits: Tensor, sampling: Sampling) -> NDArray[np.int64]:
         mass = weights(ids)
         total = mass.sum()
     if sampling.top_p < 1.0:
-        end = (
-            int(np.searchsorted(np.cumsum(mass), needed * total)) + 1
-        )  # first place where the sum has reached it
+        end = int(np.searchsorted(np.cumsum(mass), needed * total)) + 1  # first place where the sum has reached it
         ids, mass = ids[:end], mass[:end]
     keep = (mass >= sampling.min_p) & (values[ids] > -np.inf)
     return np.sort(ids[keep])

@@ -40,7 +40,7 @@ def _parameter_error(owner: str, names: Iterable[str], error: ValidationError) -
     return ParameterError(
         f"{owner}: {name} cannot be {first['input']!r}{more}",
         found=repr(first["input"]),
-        needed=first["msg"],
+        needed=first["msg"].removeprefix("Input should be "),
     )
 
 
@@ -56,9 +56,7 @@ def settings(cls: Class) -> Class:
         try:
             initialize(self, **values)
         except ValidationError as error:
-            raise _parameter_error(
-                checked.__name__, (field.name for field in fields(checked)), error
-            ) from None
+            raise _parameter_error(checked.__name__, (field.name for field in fields(checked)), error) from None
 
     checked.__init__ = checked_init
     return checked

@@ -104,9 +104,7 @@ class _Cursor:
         n: int = self.number(_U64, what)
         most = min(types.MAX_ENTRIES, self.size // least_bytes)
         if n > most:
-            self.fail(
-                f"{what} is impossible", found=n, needed=f"at most {most} in a file of {self.size} bytes"
-            )
+            self.fail(f"{what} is impossible", found=n, needed=f"at most {most} in a file of {self.size} bytes")
         return n
 
     def string(self, what: str, longest: int | None = None) -> str:
@@ -117,9 +115,7 @@ class _Cursor:
         try:
             return str(self.mapped[begin : begin + n], "utf-8")
         except UnicodeDecodeError as error:
-            self.fail(
-                f"{what} is not UTF-8", found=str(error.reason), needed="UTF-8 text, as the format demands"
-            )
+            self.fail(f"{what} is not UTF-8", found=str(error.reason), needed="UTF-8 text, as the format demands")
 
 
 def _read_version(cursor: _Cursor) -> int:
@@ -276,9 +272,7 @@ def _read_info(cursor: _Cursor, what: str) -> tuple[types.TensorType, tuple[int,
     offset: int = cursor.number(_U64, f"the offset of {what}")
     shape = tuple(reversed(dims))
     if 0 in dims or prod(dims) >= 1 << 63:
-        cursor.fail(
-            f"{what} has impossible dimensions", shape, "dimensions above 0, below 2**63 weights in all"
-        )
+        cursor.fail(f"{what} has impossible dimensions", shape, "dimensions above 0, below 2**63 weights in all")
     kind = types.TENSOR_TYPES.get(type_id)
     if kind is None:
         cursor.fail(

@@ -29,9 +29,7 @@ def read_shards(path: Path) -> list[Header]:
     paths = _siblings(opened, count)
     for i, shard in enumerate(paths):
         if not shard.exists():
-            _refuse(
-                shard, f"shard {i + 1} of {count} is missing", "no such file", f"all {count} files", _FETCH
-            )
+            _refuse(shard, f"shard {i + 1} of {count} is missing", "no such file", f"all {count} files", _FETCH)
     headers = [opened if shard == path else read_header(shard) for shard in paths]
     for i, header in enumerate(headers):
         _check(header, i, headers[0])

@@ -41,9 +41,7 @@ class Node:
     parent: "Node | None"
     block: int
     depth: int  # blocks from the start of the sequence to the end of this one
-    children: "dict[Node, None]" = field(
-        default_factory=dict
-    )  # a dict as an ordered set: eviction is repeatable
+    children: "dict[Node, None]" = field(default_factory=dict)  # a dict as an ordered set: eviction is repeatable
     alive: bool = True  # False once evicted; a sequence may still remember the node
 
 

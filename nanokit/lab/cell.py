@@ -198,9 +198,7 @@ def resolve(nb: nbformat.NotebookNode, given: Mapping[str, str | Value], folder:
             _check_type(name, types[name], value)
         return Resolved(values, {**defaults, **values}, declared=False)
     if set(cls.KNOBS) != set(cell):
-        raise NotebookRunError(
-            "the parameters cell and its class differ", found="; ".join(differences(nb, cls))
-        )
+        raise NotebookRunError("the parameters cell and its class differ", found="; ".join(differences(nb, cls)))
     return Resolved(values, cls.from_mapping({**defaults, **values}).to_dict(), declared=True)
 
 

@@ -63,6 +63,8 @@ def _summary(record: Mapping[str, Any], output: Path) -> None:
     rows = [(name, figure(value)) for name, value in record["metrics"].items()]
     if rows:
         print(Table(("figure", "value"), rows, right=("value",)))
+    for remark in record.get("remarks", []):
+        print(f"note: {remark}")
     print(f"{record['notebook']} ({record['duration_s']:.0f} s): {_near(output)}")
     print(f"record {record['run_id']}: {_near(output.parent / 'records.jsonl')}")
     print("next: `nanokit lab` opens the notebooks in JupyterLab")

@@ -38,8 +38,7 @@ class Controls:
         style = {"description_width": f"{min(20 + 7 * labels, 150)}px"}
         layout = widgets.Layout(width=WIDTH)
         self.by_name: dict[str, Any] = {
-            name: _widget(knob, getattr(params, name), continuous, style, layout)
-            for name, knob in knobs.items()
+            name: _widget(knob, getattr(params, name), continuous, style, layout) for name, knob in knobs.items()
         }
         for name in hidden:
             if name not in self.by_name:

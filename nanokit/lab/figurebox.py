@@ -25,9 +25,7 @@ class FigureBox:
             self._live._config = {"displaylogo": False, "displayModeBar": "hover"}
             # FigureWidget.layout is the figure's: the size in the page is that of a box around it.
             width, _ = pictures.size(first)
-            self.widget = widgets.Box(
-                [self._live], layout=widgets.Layout(width=f"{width + 8}px", flex="0 0 auto")
-            )
+            self.widget = widgets.Box([self._live], layout=widgets.Layout(width=f"{width + 8}px", flex="0 0 auto"))
 
     def show(self, fig: go.Figure) -> None:
         """Draw fig in place of the current one. Callable from any thread, one at a time."""

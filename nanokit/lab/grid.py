@@ -111,9 +111,7 @@ def run_grid(
             point = Point(shown, "skipped", done)
         else:
             try:
-                run = run_notebook(
-                    source, one.injected, runs=runs, cell_timeout_s=cell_timeout_s, before=before
-                )
+                run = run_notebook(source, one.injected, runs=runs, cell_timeout_s=cell_timeout_s, before=before)
                 point = Point(shown, "ok", run.record["run_id"])
             except NotebookRunError as error:
                 point = Point(shown, "failed", None, f"{error.what}: {error.found}")

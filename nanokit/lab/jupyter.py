@@ -123,9 +123,7 @@ def lab_command(notebook: Path, *, browser: bool = True, arguments: Sequence[str
     ]
 
 
-def launch_lab(
-    notebook: str | Path = "00_tour", *, browser: bool = True, arguments: Sequence[str] = ()
-) -> int:
+def launch_lab(notebook: str | Path = "00_tour", *, browser: bool = True, arguments: Sequence[str] = ()) -> int:
     """Open JupyterLab on a notebook (a path or a shipped one's name) and stay until it ends; returns its exit code.
 
     Jupyter itself prints the address with its token. Ctrl-C and SIGTERM go to Jupyter, which asks or shuts

@@ -21,9 +21,10 @@ import plotly.graph_objects as go
 
 from nanokit.errors import NanokitError
 from nanokit.lab import plots
-from nanokit.lab.panelbase import PanelBase, headless
+from nanokit.lab.panelbase import PanelBase
 from nanokit.lab.params import Params, Value
 from nanokit.lab.progress import StoppedError
+from nanokit.lab.unattended import headless
 
 REDRAW_S = 0.2  # at most five redraws a second: more costs the model time and the eye gains nothing
 ROWS = 4  # marks whose labels may stand one below the other
@@ -145,11 +146,7 @@ class LivePanel(PanelBase):
             self._fail(error)
             return
         before, after = run.params.to_dict(), newest.to_dict()
-        changed = {
-            name: after[name]
-            for name in after
-            if after[name] != before[name] and name in self._stepper.steers
-        }
+        changed = {name: after[name] for name in after if after[name] != before[name] and name in self._stepper.steers}
         if changed:
             run.params = newest.from_mapping({**before, **changed})
             self._stepper.update(run.params)

@@ -4,7 +4,8 @@ Two measurements at once spoil each other's timings, and a widget callback that 
 (JupyterLab does that, in another thread) would also share a model and its KV pages. So whatever touches a
 model or a clock says `with measuring("decode"):` and a second one is refused at once: waiting was rejected,
 because a slider that waits behind a minute of work looks like a hang, and the measurement that follows is no
-longer the one asked for.
+longer the one asked for. A run that nobody attends (`nanokit run`, papermill, nbval) has nobody to tell: it
+waits up to two minutes for its turn.
 
 The lock is a file in the temporary directory, one per user: it holds across threads, kernels and command
 lines, and the system releases it when its process dies. The thread that holds it may enter again, so that an
@@ -22,6 +23,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from nanokit.errors import NanokitError
+from nanokit.lab.unattended import unattended
+
+PATIENCE_S = 120.0
 
 
 class BusyError(NanokitError):
@@ -53,7 +57,7 @@ def measuring(what: str) -> Iterator[None]:
             raise _busy(note)
         lock = FileLock(path, timeout=0, thread_local=False)
         try:
-            lock.acquire()
+            lock.acquire(timeout=PATIENCE_S if unattended() else 0)
         except Timeout:
             raise _busy(note) from None
         _held_by = me

@@ -18,10 +18,11 @@ import plotly.graph_objects as go
 
 from nanokit.errors import NanokitError
 from nanokit.lab import plots
-from nanokit.lab.panelbase import PanelBase, headless
+from nanokit.lab.panelbase import PanelBase
 from nanokit.lab.params import Params
 from nanokit.lab.progress import CallbackProgress, Progress
 from nanokit.lab.result import Result
+from nanokit.lab.unattended import headless
 
 
 class Experiment(Protocol):

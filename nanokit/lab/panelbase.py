@@ -8,7 +8,6 @@ Readers: a front end with a kernel draws the widgets; GitHub, an unexecuted or a
 the PNG that is put beside them. The repr is short and the same in every run, since nbval compares it.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,25 +30,6 @@ Status = Literal["idle", "running", "done", "stopped", "busy", "error"]
 
 SIGNS = {"idle": "○", "running": "▶", "done": "✓", "stopped": "■", "busy": "!", "error": "✗"}
 ALARM = "border-left:3px solid #D55E00;padding-left:8px"
-
-
-def headless() -> bool:
-    """True where nobody can press a button: NANOKIT_HEADLESS=1 (`nanokit run`), pytest, and cells that are executed
-    by papermill, nbconvert or nbval. Those tell the kernel that they take no input, which is the protocol's one
-    mark of a run without a person; without it each would store 5 MB a figure. NANOKIT_HEADLESS=0 overrides (Voila).
-    """
-    said = os.environ.get("NANOKIT_HEADLESS")
-    if said is not None:
-        return said != "0"
-    return "PYTEST_CURRENT_TEST" in os.environ or _takes_no_input()
-
-
-def _takes_no_input() -> bool:
-    from IPython.core.getipython import get_ipython
-
-    kernel = getattr(get_ipython(), "kernel", None)
-    request = kernel.get_parent("shell") if kernel is not None else {}
-    return request.get("content", {}).get("allow_stdin") is False
 
 
 class PanelBase:
@@ -190,9 +170,7 @@ class PanelBase:
     def report(self, done: int, total: int, text: str) -> None:
         """Progress of the current run, for `CallbackProgress`."""
         doing = f": {text}" if text and done < total else ""
-        self._tell(
-            "running", f"Running {min(done + 1, total)} of {total}{doing} …", share=done / max(total, 1)
-        )
+        self._tell("running", f"Running {min(done + 1, total)} of {total}{doing} …", share=done / max(total, 1))
 
     def _fail(self, error: BaseException, seconds: float | None = None) -> None:
         self.error = error
@@ -226,9 +204,7 @@ class PanelBase:
             layout=widgets.Layout(width="332px", flex="0 0 auto", padding="8px 12px 8px 0"),
         )
         right = widgets.VBox([self._box.widget, *below], layout=widgets.Layout(flex="0 0 auto"))
-        return widgets.HBox(
-            [left, right], layout=widgets.Layout(flex_flow="row wrap", align_items="flex-start")
-        )
+        return widgets.HBox([left, right], layout=widgets.Layout(flex_flow="row wrap", align_items="flex-start"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name}: {', '.join(self.controls.by_name)})"
@@ -241,9 +217,7 @@ class PanelBase:
         return {**data, "text/plain": repr(self)}, metadata
 
 
-def _button(
-    text: str, icon: str, tooltip: str, action: Callable[[], None], style: str = ""
-) -> widgets.Button:
+def _button(text: str, icon: str, tooltip: str, action: Callable[[], None], style: str = "") -> widgets.Button:
     width = {"Run": "76px", "Stop": "76px"}.get(text, "158px")
     button = widgets.Button(
         description=text, icon=icon, tooltip=tooltip, button_style=style, layout=widgets.Layout(width=width)

@@ -212,8 +212,7 @@ def _explained(error: ValidationError, knobs: Mapping[str, Knob]) -> ParameterEr
     return ParameterError(
         f"parameter {name!r} ({knob_.help}) has the wrong type",
         found=f"{first['input']!r} ({type(first['input']).__name__})",
-        needed=f"{knob_.type_name}: {TYPE_NAMES[knob_.type_name]}"
-        + (f", {knob_.allowed}" if knob_.allowed else ""),
+        needed=f"{knob_.type_name}: {TYPE_NAMES[knob_.type_name]}" + (f", {knob_.allowed}" if knob_.allowed else ""),
     )
 
 
@@ -260,9 +259,7 @@ class Params:
     @classmethod
     def parameter_lines(cls) -> str:
         """The text of the notebook's parameters cell: `name: type = default  # help; range; presets`."""
-        return "\n".join(
-            f"{k.name}: {k.type_name} = {literal(k.default)}  # {k.comment}" for k in cls.KNOBS.values()
-        )
+        return "\n".join(f"{k.name}: {k.type_name} = {literal(k.default)}  # {k.comment}" for k in cls.KNOBS.values())
 
     def to_dict(self) -> dict[str, Value]:
         """Name -> value, presets resolved, in the order of the fields; lists are copies."""

@@ -172,9 +172,7 @@ def _dumps(value: Mapping[str, Any]) -> str:
         text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
         return text.encode("utf-8", "backslashreplace").decode()
     except TypeError as error:
-        raise RecordError(
-            "the record is not JSON", found=str(error), needed="numbers, texts, lists, dicts"
-        ) from error
+        raise RecordError("the record is not JSON", found=str(error), needed="numbers, texts, lists, dicts") from error
 
 
 def _finite(value: Any) -> Any:

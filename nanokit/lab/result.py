@@ -33,8 +33,8 @@ class Result:
     params: what was asked, presets resolved. metrics: one number a name, the unit is the name's suffix
     (`decode_tok_per_s`, `ttft_ms`, `read_gb_s`, `weight_bytes`). samples: the raw numbers behind a metric, in
     order. settings: what held during the measurement without being a parameter (threads, model file, kv
-    blocks). texts: what a model said. Timing figures are told by name (`is_timing`); the rest is equal on
-    repetition.
+    blocks). texts: what a model said. remarks: why a reader should not trust some of this, one sentence each.
+    Timing figures are told by name (`is_timing`); the rest is equal on repetition.
     """
 
     params: Params
@@ -42,15 +42,17 @@ class Result:
     samples: dict[str, list[float]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
 
     def to_record(self) -> dict[str, Any]:
-        """The result's part of a run record: params, metrics, samples, settings, texts."""
+        """The result's part of a run record: params, metrics, samples, settings, texts, remarks."""
         return {
             "params": self.params.to_dict(),
             "metrics": dict(self.metrics),
             "samples": {name: list(values) for name, values in self.samples.items()},
             "settings": dict(self.settings),
             "texts": dict(self.texts),
+            "remarks": list(self.remarks),
         }
 
     def table(self) -> Table:

@@ -75,9 +75,7 @@ def run_notebook(
     nb = read_notebook(source)
     resolved = resolve(nb, params or {}, source.parent)
     if cell_timeout_s < 1:  # nbclient reads these as no limit
-        raise ParameterError(
-            "the cell timeout is out of range", found=f"{cell_timeout_s} s", needed="at least 1 s"
-        )
+        raise ParameterError("the cell timeout is out of range", found=f"{cell_timeout_s} s", needed="at least 1 s")
     runs = (runs or default_runs_dir()).resolve()
     try:
         runs.mkdir(parents=True, exist_ok=True)

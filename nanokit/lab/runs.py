@@ -10,17 +10,13 @@ from nanokit.lab.result import figure, is_timing
 from nanokit.lab.table import Table
 
 
-def list_runs(
-    runs: Path | None = None, *, notebook: str | None = None, last: int = 20
-) -> tuple[Table, list[str]]:
+def list_runs(runs: Path | None = None, *, notebook: str | None = None, last: int = 20) -> tuple[Table, list[str]]:
     """The newest runs, oldest first, and one sentence for each line of the file that is no record.
 
     notebook: only runs of this one. last: at most so many, 0 for all. Raises ParameterError when it is negative.
     """
     if last < 0:
-        raise ParameterError(
-            "the number of runs to list is negative", found=last, needed="0 for all, or more"
-        )
+        raise ParameterError("the number of runs to list is negative", found=last, needed="0 for all, or more")
     records, problems = read_records(runs or default_runs_dir())
     chosen = [r for r in records if notebook in (None, r.get("notebook"))]
     rows = [
@@ -63,6 +59,7 @@ def show_run(reference: str, runs: Path | None = None) -> str:
     if figures:
         parts.append(str(Table(("figure", "value", "samples"), figures, right=("value",))))
     parts += [f"{name}\n  {text}" for name, text in record.get("texts", {}).items()]
+    parts += [f"note: {remark}" for remark in record.get("remarks", [])]
     about = {**record.get("machine", {}), **record.get("versions", {})}
     parts.append(str(Table(("machine", ""), [(name, _plain(value)) for name, value in about.items()])))
     return "\n\n".join(part for part in parts)

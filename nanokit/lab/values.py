@@ -56,9 +56,7 @@ def parse_value(name: str, type_name: str, text: str) -> Any:
         try:
             text.encode()
         except UnicodeEncodeError:  # bytes of a command line that are no UTF-8 come as lone surrogates
-            raise ParameterError(
-                f"parameter {name!r} is not UTF-8", found=ascii(text), needed="UTF-8 text"
-            ) from None
+            raise ParameterError(f"parameter {name!r} is not UTF-8", found=ascii(text), needed="UTF-8 text") from None
         return text
     if type_name == "bool":
         if text.lower() not in ("true", "false"):

@@ -34,9 +34,7 @@ class Batch:
         """
         rows = len(self.query_lens)
         if not rows == len(self.kv_lens) == len(self.block_tables):
-            raise ValueError(
-                f"{rows} query lengths, {len(self.kv_lens)} KV lengths, {len(self.block_tables)} tables"
-            )
+            raise ValueError(f"{rows} query lengths, {len(self.kv_lens)} KV lengths, {len(self.block_tables)} tables")
         if sum(self.query_lens) != len(self.token_ids):
             raise ValueError(f"query lengths sum to {sum(self.query_lens)}, tokens: {len(self.token_ids)}")
         if self.token_ids and (min(self.token_ids) < 0 or max(self.token_ids) >= vocab_size):
@@ -44,9 +42,7 @@ class Batch:
         uses = Counter(block for table in self.block_tables for block in table)
         if uses and (min(uses) < 0 or max(uses) >= num_blocks):
             raise ValueError(f"a block id lies outside 0…{num_blocks - 1}")
-        for row, (query, kv, table) in enumerate(
-            zip(self.query_lens, self.kv_lens, self.block_tables, strict=True)
-        ):
+        for row, (query, kv, table) in enumerate(zip(self.query_lens, self.kv_lens, self.block_tables, strict=True)):
             if not 0 <= query <= kv:
                 raise ValueError(f"row {row}: {query} new tokens in a context of {kv}")
             if len(table) * block_size < kv:

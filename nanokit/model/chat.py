@@ -155,9 +155,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """jinja2's own filter escapes for HTML, which would change the prompt."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

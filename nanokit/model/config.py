@@ -45,9 +45,7 @@ class ModelConfig:
                     f"the model's {name} is not usable", found=repr(value), needed="a positive integer"
                 )
         if not 0 < self.rms_eps < float("inf"):
-            raise ModelFileError(
-                "the model's rms_eps is not usable", found=self.rms_eps, needed="a positive number"
-            )
+            raise ModelFileError("the model's rms_eps is not usable", found=self.rms_eps, needed="a positive number")
         if self.num_heads % self.num_kv_heads:
             raise ModelFileError(
                 "query heads do not divide into key/value heads",
@@ -132,9 +130,7 @@ def config_from_transformers(raw: Mapping[str, Any], rope_base: float | None = N
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     quantization = raw.get("quantization_config")
     if quantization:
-        method = (
-            quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        )
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise ModelFileError(
             f"safetensors quantized with {method} cannot be loaded",
             found=f"quantization_config in config.json, method {method!r}",
@@ -203,18 +199,14 @@ def _scaled(base: float, kind: str, scaling: Mapping[str, Any]) -> Rope:
 def _positive(raw: Mapping[str, Any], key: str) -> float:
     value = _number(raw, key)
     if not 0 < value < float("inf"):
-        raise ModelFileError(
-            f"the rope parameter {key} is not usable", found=value, needed="a positive number"
-        )
+        raise ModelFileError(f"the rope parameter {key} is not usable", found=value, needed="a positive number")
     return value
 
 
 def _number(raw: Mapping[str, Any], key: str) -> float:
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > sys.float_info.max:
-        raise ModelFileError(
-            f"the model's configuration lacks {key}", found=f"{value!r:.80}", needed="a number"
-        )
+        raise ModelFileError(f"the model's configuration lacks {key}", found=f"{value!r:.80}", needed="a number")
     return float(value)
 
 

@@ -100,9 +100,7 @@ class _Keys:
         )
 
 
-def _rope(
-    keys: _Keys, head_dim: int, frequency_factors: Sequence[float] | None, rope_base: float | None
-) -> Rope:
+def _rope(keys: _Keys, head_dim: int, frequency_factors: Sequence[float] | None, rope_base: float | None) -> Rope:
     base = keys.number("rope.freq_base", rope_base)
     if not 0 < base < float("inf"):
         raise ModelFileError("the rope base is not usable", found=base, needed="a positive number")
@@ -121,9 +119,7 @@ def _rope(
             needed="type linear, or no factor",
         )
     if not 0 < factor < float("inf"):
-        raise ModelFileError(
-            "the rope scaling factor is not usable", found=factor, needed="a positive number"
-        )
+        raise ModelFileError("the rope scaling factor is not usable", found=factor, needed="a positive number")
     if frequency_factors is None:
         return Rope(base, linear_factor=factor)
     factors = tuple(frequency_factors)

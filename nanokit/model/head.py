@@ -46,9 +46,7 @@ class Head(Protocol):
         """The id of the largest logit, int64 [rows]; among equals the lowest id."""
         ...
 
-    def gumbel(
-        self, hidden: Tensor, temperature: Tensor, noise: Tensor, edits: Edits | None = None
-    ) -> Tensor:
+    def gumbel(self, hidden: Tensor, temperature: Tensor, noise: Tensor, edits: Edits | None = None) -> Tensor:
         """argmax(logits / temperature + noise), int64 [rows]: with Gumbel noise [rows, vocab_size] a draw
         from softmax(logits / temperature). temperature: [rows], all above zero."""
         ...
@@ -86,9 +84,7 @@ class FullHead:
     def argmax(self, hidden: Tensor, edits: Edits | None = None) -> Tensor:
         return self.logits(hidden, edits=edits).argmax(dim=-1)
 
-    def gumbel(
-        self, hidden: Tensor, temperature: Tensor, noise: Tensor, edits: Edits | None = None
-    ) -> Tensor:
+    def gumbel(self, hidden: Tensor, temperature: Tensor, noise: Tensor, edits: Edits | None = None) -> Tensor:
         return (self.logits(hidden, edits=edits) / temperature[:, None] + noise).argmax(dim=-1)
 
     def normalizer(self, hidden: Tensor, edits: Edits | None = None) -> Tensor:

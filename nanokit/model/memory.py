@@ -54,9 +54,7 @@ def human(nbytes: float) -> str:
     return f"{nbytes:.2f} GiB"
 
 
-def check_budget(
-    weight_bytes: int, kv_bytes: int, what: str, kv_advice: str, free: int | None = None
-) -> None:
+def check_budget(weight_bytes: int, kv_bytes: int, what: str, kv_advice: str, free: int | None = None) -> None:
     """Raises MemoryBudgetError if weights + KV pages exceed `free` (now, if None).
 
     kv_advice: how the KV pages could be smaller, as the error's advice.
@@ -65,9 +63,7 @@ def check_budget(
     if weight_bytes + kv_bytes <= free:
         return
     if weight_bytes > free:
-        advice = (
-            "use a smaller or more strongly quantized model, or free memory: the weights alone do not fit"
-        )
+        advice = "use a smaller or more strongly quantized model, or free memory: the weights alone do not fit"
     else:
         advice = kv_advice
     raise MemoryBudgetError(

@@ -50,9 +50,7 @@ def _llama3(inverse: Tensor, rule: Llama3Scaling) -> Tensor:
     wavelength = 2 * math.pi / inverse
     longest = rule.original_context / rule.low_freq_factor
     shortest = rule.original_context / rule.high_freq_factor
-    blend = (rule.original_context / wavelength - rule.low_freq_factor) / (
-        rule.high_freq_factor - rule.low_freq_factor
-    )
+    blend = (rule.original_context / wavelength - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)
     between = (1 - blend) * inverse / rule.factor + blend * inverse
     scaled = torch.where(wavelength > longest, inverse / rule.factor, inverse)
     return torch.where((wavelength <= longest) & (wavelength >= shortest), between, scaled)

@@ -225,9 +225,7 @@ def _weight_files(directory: Path) -> list[Path]:
         f"{directory.name} holds no safetensors weights",
         found="pickled weights: " + ", ".join(pickles[:3]) if pickles else "no weight file",
         needed="model.safetensors, or model.safetensors.index.json and its shards",
-        do="use a safetensors checkpoint: a pickle runs code when it is read"
-        if pickles
-        else "finish the download",
+        do="use a safetensors checkpoint: a pickle runs code when it is read" if pickles else "finish the download",
     )
 
 
@@ -249,7 +247,5 @@ def read_json(path: Path) -> dict[str, Any]:
             do="point at a folder that holds config.json, tokenizer.json and safetensors weights",
         ) from error
     if not isinstance(value, dict):
-        raise ModelFileError(
-            f"{path.name} is not a JSON object", found=type(value).__name__, needed="an object"
-        )
+        raise ModelFileError(f"{path.name} is not a JSON object", found=type(value).__name__, needed="an object")
     return value

@@ -114,9 +114,7 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, special_texts=self._special_texts
         )
 
-    def chat_ids(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
+    def chat_ids(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of `chat_text`. The template writes BOS where the model wants it; none is added here."""
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special=False)

@@ -46,9 +46,7 @@ def read_directory(path: str | PathLike[str]) -> TokenizerParts:
 
 def _backend(file: Path) -> Backend:
     if not file.is_file():
-        others = [
-            name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (file.parent / name).exists()
-        ]
+        others = [name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (file.parent / name).exists()]
         raise TokenizerError(
             "the model directory has no tokenizer.json",
             found=f"{file.parent} with {', '.join(others) or 'no tokenizer files'}",
@@ -97,9 +95,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
-        raise _broken(
-            folder / "tokenizer_config.json", f"chat_template = {template!r:.80}", "a text, or named ones"
-        )
+        raise _broken(folder / "tokenizer_config.json", f"chat_template = {template!r:.80}", "a text, or named ones")
     return template
 
 

@@ -113,9 +113,7 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         bos_id=ids["bos"],
         eos_ids=_end_ids(vocab, types, ids),
         chat_template=metadata.get("tokenizer.chat_template"),
-        special_texts={
-            key: tokens[token_id] for key, name in texts.items() if (token_id := ids[name]) is not None
-        },
+        special_texts={key: tokens[token_id] for key, name in texts.items() if (token_id := ids[name]) is not None},
     )
 
 
@@ -253,9 +251,7 @@ def _array(metadata: Mapping[str, Any], key: str) -> list[str]:
         raise _broken(key, "nothing" if value is None else f"{value!r:.80}", "an array of strings")
     strings = list(value)
     if (kinds := set(map(type, strings))) != {str}:
-        raise _broken(
-            key, f"elements of type {', '.join(sorted(kind.__name__ for kind in kinds))}", "strings"
-        )
+        raise _broken(key, f"elements of type {', '.join(sorted(kind.__name__ for kind in kinds))}", "strings")
     return strings
 
 
@@ -266,9 +262,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, length: int) -> np.ndarray:
         return np.full(length, NORMAL)
     numbers = np.asarray(value if value is not None else [])
     if numbers.shape != (length,) or numbers.dtype.kind not in "iuf" or not np.isfinite(numbers).all():
-        raise _broken(
-            key, f"an array of shape {numbers.shape} and type {numbers.dtype}", f"{length} finite numbers"
-        )
+        raise _broken(key, f"an array of shape {numbers.shape} and type {numbers.dtype}", f"{length} finite numbers")
     return numbers
 
 

@@ -25,9 +25,7 @@ BACKENDS: dict[str, ModuleType] = {"fp32": reference}
 class BoundModel(Protocol):
     """What `bind(config, weights, resident)` of a backend returns."""
 
-    head_weight: tuple[
-        Tensor, Tensor | None
-    ]  # [vocab_size, hidden_size] and a bias; the embedding where tied
+    head_weight: tuple[Tensor, Tensor | None]  # [vocab_size, hidden_size] and a bias; the embedding where tied
 
     def plan(self, batch: Batch, pages: Any) -> Any: ...
 
@@ -61,7 +59,5 @@ class Transformer:
 def check_activations(mode: str) -> str:
     """The activation mode, or ParameterError listing those that exist."""
     if mode not in BACKENDS:
-        raise ParameterError(
-            "unknown activation mode", found=repr(mode), needed="one of " + ", ".join(BACKENDS)
-        )
+        raise ParameterError("unknown activation mode", found=repr(mode), needed="one of " + ", ".join(BACKENDS))
     return mode

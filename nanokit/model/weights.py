@@ -202,9 +202,7 @@ class _Finder:
         return Matrix(name, shape, self._source)
 
     def refuse_left_over(self) -> None:
-        left = sorted(
-            n for n in self._unfound if not n.endswith(("rotary_emb.inv_freq", "rope_freqs.weight"))
-        )
+        left = sorted(n for n in self._unfound if not n.endswith(("rotary_emb.inv_freq", "rope_freqs.weight")))
         if left:
             raise ModelFileError(
                 "the file holds tensors that this architecture does not use",

@@ -38,16 +38,12 @@ class Watcher:
         start = 0
         for query, length, table in zip(batch.query_lens, batch.kv_lens, batch.block_tables, strict=True):
             slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(length)]
-            self._written.update(
-                zip(slots[length - query :], batch.token_ids[start : start + query], strict=True)
-            )
+            self._written.update(zip(slots[length - query :], batch.token_ids[start : start + query], strict=True))
             history = [self._written[slot] for slot in slots]
             pages = PagedKV(self._model.config, len(table))
             full = self._model.forward(Batch(history, [length], [length], [list(range(len(table)))]), pages)
             got, expected = hidden[start : start + query], full[length - query :]
-            torch.testing.assert_close(
-                self.head.logits(got), self.head.logits(expected), rtol=1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(self.head.logits(got), self.head.logits(expected), rtol=1e-4, atol=1e-4)
             start += query
             self.rows += query
         return hidden
@@ -85,9 +81,7 @@ def greedy(model: Any, ids: list[int], count: int, **how: Any) -> list[int]:
 
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix", "no prefix"])
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
-def test_batched_and_cached_equals_uncached(
-    checkpoint: tuple[Path, Any], count: int, prefix_cache: bool
-) -> None:
+def test_batched_and_cached_equals_uncached(checkpoint: tuple[Path, Any], count: int, prefix_cache: bool) -> None:
     engine = watched(checkpoint[0], prefix_cache=prefix_cache, token_budget=48)
     sampling = Sampling(max_tokens=6, ignore_eos=True)
     first = engine.generate(prompts(count), sampling)
@@ -111,9 +105,7 @@ def test_rows_beyond_the_vocabulary_are_drawn_as_no_text(checkpoint: tuple[Path,
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix", "no prefix"])
-def test_a_pool_too_small_preempts_and_answers_the_same(
-    checkpoint: tuple[Path, Any], prefix_cache: bool
-) -> None:
+def test_a_pool_too_small_preempts_and_answers_the_same(checkpoint: tuple[Path, Any], prefix_cache: bool) -> None:
     """Seven blocks for eight sequences that need two each: recomputed sequences must go on where they were."""
     per_block = PagedKV.bytes_per_block(load(checkpoint[0]).model.config)
     engine = watched(checkpoint[0], kv_memory=7 * per_block, prefix_cache=prefix_cache, token_budget=64)
@@ -140,9 +132,7 @@ def test_a_constant_hash_changes_no_answer(checkpoint: tuple[Path, Any]) -> None
     assert any(c.cached_tokens for c in done)
 
 
-@pytest.mark.parametrize(
-    "steps", [0, 1, 2, 4, 9], ids=["waiting", "chunk", "chunk", "prompt done", "decoding"]
-)
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 9], ids=["waiting", "chunk", "chunk", "prompt done", "decoding"])
 def test_an_abort_at_any_stage_leaves_neighbours_and_pool_as_they_were(
     checkpoint: tuple[Path, Any], steps: int
 ) -> None:
@@ -172,9 +162,7 @@ def test_a_repetition_penalty_answers_as_transformers_does(checkpoint: tuple[Pat
     ids, penalties = prompts(3)[2][:40], (1.0, 1.3, 9.0)
     expected = [greedy(model, ids, 20, repetition_penalty=penalty) for penalty in penalties]
     assert expected[0] != expected[-1]
-    samplings = [
-        Sampling(max_tokens=20, ignore_eos=True, repetition_penalty=penalty) for penalty in penalties
-    ]
+    samplings = [Sampling(max_tokens=20, ignore_eos=True, repetition_penalty=penalty) for penalty in penalties]
     assert [c.token_ids for c in load(path).generate([ids] * 3, samplings)] == expected
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -55,15 +56,11 @@ def test_a_zero_where_none_is_allowed_is_refused(
 
 def test_top_p_of_zero_is_greedy(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     greedy = generated(capsys, "moon", "--model", tiny, "--max-tokens", "8")
-    narrow = generated(
-        capsys, "moon", "--model", tiny, "--max-tokens", "8", "--temperature", "9", "--top-p", "0"
-    )
+    narrow = generated(capsys, "moon", "--model", tiny, "--max-tokens", "8", "--temperature", "9", "--top-p", "0")
     assert narrow.token_ids == greedy.token_ids
 
 
-def test_rope_options_need_force_and_then_change_the_answer(
-    tiny: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rope_options_need_force_and_then_change_the_answer(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = generated(capsys, "the moon and the tide", "--model", tiny, "--max-tokens", "12")
     for option, value in (("--rope-freq-base", "17"), ("--rope-freq-scale", "0.1")):
         argv = ["generate", "the moon and the tide", "--model", tiny, option, value, "--max-tokens", "12"]
@@ -89,7 +86,7 @@ def test_chat_renders_the_conversation_so_far(
         lambda self, messages: (asked.append(list(messages)), render(self, messages))[1],
     )
     type_in(monkeypatch, b"one\n" + b"x" * 600 + b"\ntwo\n/reset\nthree\n")
-    assert main(["chat", "--model", tiny, "--system", "be brief", "--max-tokens", "3"]) == 0
+    assert main(["chat", "--model", tiny, "--system", "be brief", "--max-tokens", "3"]) == 2, "a turn was refused"
     said = capsys.readouterr()
     roles = [[m["role"] for m in messages] for messages in asked]
     opening, turn = ["system", "user"], ["assistant", "user"]
@@ -98,6 +95,41 @@ def test_chat_renders_the_conversation_so_far(
     assert "longer than the context" in said.err
     assert said.err.count(" do: ") == 1
     assert len(said.out.splitlines()) >= 3
+
+
+def test_an_unknown_slash_command_is_no_question(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/help` went to the model, which answered something."""
+    type_in(monkeypatch, b"/help\n/exit\n")
+    assert main(["chat", "--model", tiny]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("/reset") == 2
+
+
+def test_a_pipe_without_a_dash_is_read(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_in(monkeypatch, b"moon\n")
+    piped = generated(capsys, "--model", tiny, "--max-tokens", "3")
+    assert piped.prompt_ids == generated(capsys, "moon", "--model", tiny, "--max-tokens", "3").prompt_ids
+
+
+def test_a_greedy_answer_shows_no_seed(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A number that changes with every run suggests randomness that is not there."""
+    main(["generate", "moon", "--model", tiny, "--max-tokens", "3"])
+    assert "seed" not in capsys.readouterr().err
+    main(["generate", "moon", "--model", tiny, "--max-tokens", "3", "--temperature", "1", "--seed", "9"])
+    assert "seed 9" in capsys.readouterr().err
+
+
+def test_weights_left_in_their_file_are_said_to_be_slow(tiny: str) -> None:
+    """And in a sentence: a warning of Python's own names a line of source code first."""
+    with pytest.warns(UserWarning, match="tiny runs from its file") as caught:
+        assert main(["generate", "moon", "--model", tiny, "--max-tokens", "3", "--mapped"]) == 0
+    shown = warnings.formatwarning(caught[0].message, UserWarning, caught[0].filename, caught[0].lineno)
+    assert shown.startswith("nanokit: tiny runs from its file")
 
 
 @pytest.mark.parametrize("argv", [["chat"], ["generate", "-"]])

@@ -36,8 +36,7 @@ def test_answers_do_not_depend_on_chunk_size_or_prefix_cache(budget, prefix_cach
 def test_answers_do_not_depend_on_batch_mates(size):
     prompts = [[(i * i + j) % 30 for j in range(1 + i % 9)] for i in range(size)]
     samplings = [
-        Sampling(temperature=i % 3 * 0.6, top_p=1.0 - 0.2 * (i % 2), seed=i, max_tokens=9)
-        for i in range(size)
+        Sampling(temperature=i % 3 * 0.6, top_p=1.0 - 0.2 * (i % 2), seed=i, max_tokens=9) for i in range(size)
     ]
     got = make_engine().generate(prompts, samplings)
     assert [c.token_ids for c in got] == [solo(p, s) for p, s in zip(prompts, samplings, strict=True)]
@@ -56,10 +55,7 @@ def test_an_answer_cut_anywhere_goes_on_with_the_same_tokens():
     prompt = [3, 1, 4]
     answer = make_engine().generate([prompt], WARM)[0].token_ids
     for cut in (1, 2, 7):
-        assert (
-            make_engine().generate([prompt + answer[:cut]], WARM)[0].token_ids[: len(answer) - cut]
-            == answer[cut:]
-        )
+        assert make_engine().generate([prompt + answer[:cut]], WARM)[0].token_ids[: len(answer) - cut] == answer[cut:]
 
 
 def test_sixteen_samples_of_one_prompt_differ_from_the_first_token_on():
@@ -94,9 +90,7 @@ def test_every_end_of_sequence_id_ends_the_answer_and_stays_out_of_the_text(eos)
 
 
 def test_ignore_eos_goes_on():
-    completion = make_engine(script([0, 38, 1], 1)).generate([[5]], Sampling(ignore_eos=True, max_tokens=3))[
-        0
-    ]
+    completion = make_engine(script([0, 38, 1], 1)).generate([[5]], Sampling(ignore_eos=True, max_tokens=3))[0]
     assert completion.token_ids == [0, 38, 1]
     assert completion.finish_reason is FinishReason.LENGTH
 
@@ -175,9 +169,9 @@ def test_suppressed_tokens_and_penalties_reach_the_head():
 
 
 def test_timings_and_counts():
-    completion = make_engine(token_budget=4, max_seqs=2).generate(
-        [[1] * 10], Sampling(max_tokens=5, ignore_eos=True)
-    )[0]
+    completion = make_engine(token_budget=4, max_seqs=2).generate([[1] * 10], Sampling(max_tokens=5, ignore_eos=True))[
+        0
+    ]
     timings = completion.timings
     assert len(timings.itl_ms) == 4
     assert 0 <= timings.queue_ms < timings.ttft_ms < timings.total_ms

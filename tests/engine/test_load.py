@@ -102,9 +102,7 @@ def test_weights_larger_than_memory_stay_in_their_file(tiny: Path, monkeypatch: 
     footprint = load(tiny).model.footprint
     assert footprint.mapped < footprint.dense
     monkeypatch.setattr(memory, "free_memory", lambda: footprint.dense - 1)
-    with pytest.warns(
-        UserWarning, match="tiny runs from its file: every step reads and widens .* of weights again"
-    ):
+    with pytest.warns(UserWarning, match="tiny runs from its file: every step reads and widens .* of weights again"):
         engine = load(tiny, kv_memory=2 * ONE_BLOCK)
     assert engine.generate([[1, 2, 3]], Sampling(max_tokens=5))[0].token_ids == expected
     for refused in ({"kv_memory": "1GiB"}, {"kv_memory": 2 * ONE_BLOCK, "mapped": False}):
@@ -112,9 +110,7 @@ def test_weights_larger_than_memory_stay_in_their_file(tiny: Path, monkeypatch: 
             load(tiny, **refused)
 
 
-@pytest.mark.parametrize(
-    "smaller", [{"ctx": 64}, {"kv_memory": "64KiB"}, {"max_seqs": 1}, {"kv_format": "fp16"}]
-)
+@pytest.mark.parametrize("smaller", [{"ctx": 64}, {"kv_memory": "64KiB"}, {"max_seqs": 1}, {"kv_format": "fp16"}])
 def test_each_option_that_the_refusal_names_helps(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, smaller: dict[str, Any]
 ) -> None:

@@ -33,9 +33,7 @@ def test_philox_is_elementwise():
         assert (together[:, column] == alone[:, 0]).all()
 
 
-@given(
-    st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.lists(st.integers(0, 998), min_size=1, max_size=40)
-)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.lists(st.integers(0, 998), min_size=1, max_size=40))
 def test_noise_of_a_few_tokens_is_the_noise_of_all(seed, position, tokens):
     """A filtered draw asks for survivors only, a verifier for one token: each must see the same number."""
     ids = np.array(tokens)

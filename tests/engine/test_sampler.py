@@ -144,9 +144,7 @@ def test_greedy_takes_the_lowest_of_equals():
     assert draw_one([1.0, 5.0, 5.0], Sampling(temperature=1.0, top_k=1)) == 1
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5)]
-)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5)])
 def test_all_but_one_masked_leaves_that_one(sampling):
     edit = Edit(masked=tuple(i for i in range(9) if i != 4))
     assert {draw_one(torch.zeros(9), sampling, seed=s, edit=edit) for s in range(20)} == {4}
@@ -161,9 +159,7 @@ def test_no_token_left_is_a_clear_error():
     assert "suppress" in str(error)
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5)]
-)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_fails_alone(sampling, bad):
     hidden = torch.tensor([[0.0, 9.0, 0.0], [0.0, bad, 1.0]])

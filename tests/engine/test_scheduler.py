@@ -70,9 +70,7 @@ def test_duplicates_in_one_batch_then_a_third_on_the_freed_blocks(prefix_hash):
 def test_a_pool_so_small_that_preemption_happens_gives_the_same_answers(prefix_hash, prefix_cache, same):
     """nano-vllm #144, #233: a preempted sequence met its own orphan blocks on the way back. Room for 3 of
     8."""
-    engine = make_engine(
-        num_blocks=12, block_size=4, max_seqs=8, prefix_cache=prefix_cache, prefix_hash=prefix_hash
-    )
+    engine = make_engine(num_blocks=12, block_size=4, max_seqs=8, prefix_cache=prefix_cache, prefix_hash=prefix_hash)
     prompts = [[(0 if same else i) + j for j in range(8)] for i in range(8)]
     samplings = [Sampling(temperature=0.8, seed=i, max_tokens=10, ignore_eos=True) for i in range(8)]
     got = engine.generate(prompts, samplings)
@@ -149,9 +147,7 @@ def test_random_arrivals_and_aborts_match_solo_runs(seed, num_blocks, budget, pr
     """Integrity is checked after every step; every request that was not aborted answers as if it were
     alone."""
     rng = random.Random(seed)
-    engine = make_engine(
-        num_blocks=num_blocks, block_size=4, max_seqs=4, token_budget=budget, prefix_hash=prefix_hash
-    )
+    engine = make_engine(num_blocks=num_blocks, block_size=4, max_seqs=4, token_budget=budget, prefix_hash=prefix_hash)
     asked, aborted, done = {}, set(), {}
     for _ in range(60):
         event = rng.random()

@@ -76,9 +76,7 @@ MALFORMED = {
         "ends before tensor 'a'",
     ),
     "alignment not kept": (
-        gguf_bytes(
-            [pair("general.alignment", 4, u32(64))], [info("a", [4]), info("b", [4], 0, 32)], TWICE_FOUR * 4
-        ),
+        gguf_bytes([pair("general.alignment", 4, u32(64))], [info("a", [4]), info("b", [4], 0, 32)], TWICE_FOUR * 4),
         "needed: offset 64",
     ),
     "name too long": (gguf_bytes([], [info("x" * 64, [4])], FOUR), "1 to 63"),
@@ -130,9 +128,7 @@ def test_every_cut_of_the_file_is_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
-def test_any_mutation_is_refused_or_loads_whole(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_any_mutation_is_refused_or_loads_whole(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Random damage ends in a ModelFileError or in a model whose tensors lie in the file."""
     content = bytearray(small_file())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -154,9 +150,7 @@ def test_any_mutation_is_refused_or_loads_whole(
             assert name in model.tensors
 
 
-@pytest.mark.parametrize(
-    "name", ["minus one tensors", "array past the end", "strings past the end", "bytes wrap to 0"]
-)
+@pytest.mark.parametrize("name", ["minus one tensors", "array past the end", "strings past the end", "bytes wrap to 0"])
 def test_a_header_that_lies_costs_no_memory(tmp_path: Path, name: str) -> None:
     """A count in the header must not become an allocation before it is compared with the file."""
     tracemalloc.start()

@@ -191,9 +191,7 @@ def test_real_vocabularies_open(name: str, n: int) -> None:
     if folder is None:
         pytest.skip("NANOKIT_VOCABS does not name the folder of real vocabularies")
     model = GGUFFile.open(Path(folder) / f"{name}.gguf")
-    assert (
-        len(model.metadata["tokenizer.ggml.tokens"]) == n == len(model.metadata["tokenizer.ggml.token_type"])
-    )
+    assert len(model.metadata["tokenizer.ggml.tokens"]) == n == len(model.metadata["tokenizer.ggml.token_type"])
     assert model.tensors == {}
 
 
@@ -211,9 +209,7 @@ def test_the_default_model_opens_in_a_third_of_a_second() -> None:
     assert min(times) < 0.3
     kinds = [entry.type for entry in model.tensors.values()]
     assert (kinds.count("Q4_1"), kinds.count("F32"), kinds.count("Q8_0")) == (210, 61, 1)
-    assert (
-        len(model.metadata["tokenizer.ggml.tokens"]) == model.tensors["token_embd.weight"].shape[0] == 49152
-    )
+    assert len(model.metadata["tokenizer.ggml.tokens"]) == model.tensors["token_embd.weight"].shape[0] == 49152
     for name in ("blk.0.attn_k.weight", "blk.29.ffn_down.weight", "output_norm.weight"):
         entry = model.tensors[name]
         rows = model.raw(name).reshape(*entry.shape[:-1], -1)

@@ -16,9 +16,7 @@ WEIGHTS = {f"blk.{i}.w": np.full((2, 32), i, np.float32) for i in range(5)}
 
 def split_model(directory: Path, small_first: bool = False) -> list[Path]:
     """Five tensors, two to a file, as gguf-py splits a model."""
-    writer = gguf.GGUFWriter(
-        directory / "m.gguf", "llama", split_max_tensors=2, small_first_shard=small_first
-    )
+    writer = gguf.GGUFWriter(directory / "m.gguf", "llama", split_max_tensors=2, small_first_shard=small_first)
     writer.add_uint32("llama.block_count", 5)
     for name, values in WEIGHTS.items():
         writer.add_tensor(name, values)
@@ -107,9 +105,7 @@ def test_shards_of_two_sets_are_refused(tmp_path: Path) -> None:
 
 def test_shards_of_two_models_are_refused(tmp_path: Path) -> None:
     """Metadata that both carry must agree."""
-    first = shard(
-        tmp_path / "m-00001-of-00002.gguf", 0, 2, 2, "a", extra=(pair("general.name", 8, text("one")),)
-    )
+    first = shard(tmp_path / "m-00001-of-00002.gguf", 0, 2, 2, "a", extra=(pair("general.name", 8, text("one")),))
     shard(tmp_path / "m-00002-of-00002.gguf", 1, 2, 2, "b", extra=(pair("general.name", 8, text("two")),))
     message = refusal(first)
     assert "general.name differs" in message

@@ -25,9 +25,7 @@ def test_pages_give_back_what_was_written(data: st.DataObject) -> None:
     start = 0
     while start < kv_len:  # in chunks, as prefill and decode write
         end = min(kv_len, start + data.draw(st.integers(1, kv_len)))
-        slots = torch.tensor(
-            [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)]
-        )
+        slots = torch.tensor([blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)])
         reference.write_kv(keys, values, slots, k[start:end], v[start:end])
         start = end
     got_k, got_v = reference.read_kv(keys, values, torch.tensor(blocks), kv_len)

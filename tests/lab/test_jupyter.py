@@ -101,9 +101,7 @@ def test_a_missing_notebook_starts_nothing(tmp_path, monkeypatch):
 def test_lab_opens_a_shipped_notebook_by_the_name_that_run_takes(tmp_path, monkeypatch):
     """`nanokit lab tour` used to look for a file named tour in the working directory."""
     opened = []
-    monkeypatch.setattr(
-        jupyter, "lab_command", lambda path, **k: opened.append(path) or [sys.executable, "-c", ""]
-    )
+    monkeypatch.setattr(jupyter, "lab_command", lambda path, **k: opened.append(path) or [sys.executable, "-c", ""])
     monkeypatch.setattr(jupyter, "lab_environment", lambda: dict(os.environ))
     assert jupyter.launch_lab("tour") == 0
     assert opened == [notebooks_dir() / "00_tour.ipynb"]

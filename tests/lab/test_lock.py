@@ -44,9 +44,7 @@ ENTER = "from nanokit.lab.lock import measuring\nwith measuring('another'): prin
 
 
 def in_process():
-    return subprocess.run(
-        [sys.executable, "-c", ENTER], capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run([sys.executable, "-c", ENTER], capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_widget_callback_cannot_measure_beside_a_cell():
@@ -62,6 +60,17 @@ def test_another_process_is_refused_and_told_what_runs():
         refused = in_process()
     assert "busy: prefill is being measured" in refused.stderr
     assert "entered" in in_process().stdout
+
+
+def test_an_unattended_run_waits_for_its_turn(monkeypatch):
+    """`nanokit run` failed in its eighth cell because a panel was measuring: nobody was there to be told."""
+    monkeypatch.setenv("NANOKIT_HEADLESS", "1")
+    with measuring("a first"):
+        waiting = subprocess.Popen([sys.executable, "-c", ENTER], stdout=subprocess.PIPE, text=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(timeout=1.5)
+    out, _ = waiting.communicate(timeout=30)
+    assert out == "entered\n"
 
 
 def test_the_holder_may_enter_again_and_still_holds_afterwards():

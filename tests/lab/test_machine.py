@@ -23,8 +23,7 @@ def test_the_card_agrees_with_other_sources():
     assert card.versions["torch"] == torch.__version__
     if platform.machine() == "x86_64":
         assert ("avx2" in card.isa) == (
-            "AVX2" in torch.backends.cpu.get_cpu_capability()
-            or "AVX512" in torch.backends.cpu.get_cpu_capability()
+            "AVX2" in torch.backends.cpu.get_cpu_capability() or "AVX512" in torch.backends.cpu.get_cpu_capability()
         )
     json.dumps(card.to_record(), allow_nan=False)
     assert "versions" not in card.to_record()

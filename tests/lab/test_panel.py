@@ -43,9 +43,7 @@ def toy(p: ToyParams, *, progress=None, cancel=None) -> ToyResult:
 
 def draw(result: ToyResult) -> go.Figure:
     xs = list(range(len(result.curve)))
-    return plots.lines(
-        f"{result.metrics['accepted']:.2f} accepted", {"toy": (xs, result.curve)}, x="i", y="share"
-    )
+    return plots.lines(f"{result.metrics['accepted']:.2f} accepted", {"toy": (xs, result.curve)}, x="i", y="share")
 
 
 def panel(experiment=toy, p=None, plot=draw, **options) -> Panel:
@@ -71,9 +69,7 @@ def test_panel_result_equals_the_direct_call():
 
 def test_the_one_figure_widget_is_redrawn_in_place():
     """Guards a second 5 MB widget per run, and leftovers of the figure before."""
-    shown = panel(
-        plot=lambda r: draw(r) if r.params.depth < 5 else plots.bars("bars", {"a": [1.0]}, unit="s")
-    )
+    shown = panel(plot=lambda r: draw(r) if r.params.depth < 5 else plots.bars("bars", {"a": [1.0]}, unit="s"))
     live = shown._box._live
     shown.run()
     assert shown.wait(WAIT)
@@ -253,9 +249,7 @@ def test_repr_is_stable_and_the_bundle_has_a_picture_beside_the_widget(monkeypat
     monkeypatch.setattr(pictures, "png", lambda fig: b"png")
     first, second = panel(), panel()
     assert (
-        repr(first)
-        == repr(second)
-        == ("Panel(toy: preset, depth, acceptance, prompts, method, text, greedy, depths)")
+        repr(first) == repr(second) == ("Panel(toy: preset, depth, acceptance, prompts, method, text, greedy, depths)")
     )
     data, metadata = first._repr_mimebundle_()
     assert set(data) == {"text/plain", "image/png", "application/vnd.jupyter.widget-view+json"}

@@ -19,9 +19,7 @@ HERE = Path(__file__).parent
 
 @experiment_params
 class DemoParams(Params):
-    tokens: int = knob(
-        0, "tokens to generate", low=1, high=512, by_preset={"smoke": 8, "quick": 32, "full": 128}
-    )
+    tokens: int = knob(0, "tokens to generate", low=1, high=512, by_preset={"smoke": 8, "quick": 32, "full": 128})
     heat: float = knob(0.5, "randomness", unit="per step", low=0.0, high=2.0, step=0.1)
     name: str = knob("a name", "who asks")
     depths: list[int] = knob([1, 3], "depths to try", low=0, high=16)
@@ -212,9 +210,7 @@ def test_a_knob_that_contradicts_itself_fails_when_the_class_is_made():
         experiment_params(type("Bad", (Params,), {"__annotations__": {"k": dict}, "k": knob(1, "a dict")}))
 
 
-@given(
-    st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.lists(st.integers())
-)
+@given(st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.lists(st.integers()))
 def test_every_value_survives_its_own_text(value):
     """A record's value that reads back as another one would repeat another experiment."""
     type_name = "list[int]" if isinstance(value, list) else type(value).__name__

@@ -45,9 +45,7 @@ def test_the_record_is_a_copy():
 
 
 def test_the_table_shows_value_and_spread():
-    text = str(
-        Result(Params(), {"ttft_ms": 12.345678, "tokens": 40.0}, {"ttft_ms": [12.0, 12.345678, 15.0]}).table()
-    )
+    text = str(Result(Params(), {"ttft_ms": 12.345678, "tokens": 40.0}, {"ttft_ms": [12.0, 12.345678, 15.0]}).table())
     assert text.splitlines() == [
         "figure   value  samples",
         "ttft_ms  12.35  12 to 15 of 3",

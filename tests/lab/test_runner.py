@@ -117,9 +117,7 @@ def test_a_wrong_parameter_stops_before_anything_runs(demo, tmp_path, params, sa
         (8, "dead kernel", "the kernel died", 60),
     ],
 )
-def test_a_run_that_fails_says_where_and_leaves_its_copy_and_record(
-    demo, tmp_path, capfd, k, kind, message, limit_s
-):
+def test_a_run_that_fails_says_where_and_leaves_its_copy_and_record(demo, tmp_path, capfd, k, kind, message, limit_s):
     start = time.monotonic()
     with pytest.raises(NotebookRunError) as error:
         run_notebook(demo, {"k": k}, runs=tmp_path, cell_timeout_s=limit_s)

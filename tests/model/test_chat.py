@@ -48,9 +48,7 @@ def test_text_is_that_of_transformers(source: str, prompt: bool) -> None:
 
     texts = {"bos_token": "<s>", "eos_token": "</s>"}
     for chat in [*CHATS, [{"role": "user", "content": "<a href='x'>é & \"q\"</a>"}]]:
-        expected = render_jinja_template([chat], chat_template=source, add_generation_prompt=prompt, **texts)[
-            0
-        ][0]
+        expected = render_jinja_template([chat], chat_template=source, add_generation_prompt=prompt, **texts)[0][0]
         ours = ChatTemplate(source).render(chat, add_generation_prompt=prompt, special_texts=texts)
         assert ours == expected
 

@@ -41,9 +41,7 @@ def test_the_command_line_gives_greedy_ids_of_transformers(
 ) -> None:
     """`nanokit generate … --temperature 0 --max-tokens 40 --activations fp32`, in a process of its own."""
     prompt = "The moon is" if raw else MOON
-    options = ["--temperature", "0", "--max-tokens", "40", "--activations", "fp32", "--json"] + [
-        "--raw"
-    ] * raw
+    options = ["--temperature", "0", "--max-tokens", "40", "--activations", "fp32", "--json"] + ["--raw"] * raw
     command = [
         sys.executable,
         "-m",

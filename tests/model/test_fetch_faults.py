@@ -32,9 +32,7 @@ def fake_python(tmp_path: Path, monkeypatch, script: str) -> None:
 def test_pip_that_runs_out_of_disk(home, tmp_path, monkeypatch) -> None:
     """pip's own ENOSPC must read as a full disk, not as a missing index."""
     fake = tmp_path / "python"
-    fake.write_text(
-        "#!/bin/sh\necho 'ERROR: Could not install: [Errno 28] No space left on device'\nexit 1\n"
-    )
+    fake.write_text("#!/bin/sh\necho 'ERROR: Could not install: [Errno 28] No space left on device'\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setattr(wheel.sys, "executable", str(fake))
     with pytest.raises(FetchError, match="disk became full"):

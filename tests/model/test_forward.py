@@ -102,9 +102,7 @@ def test_zero_length_queries_take_no_part(tmp_path: Path) -> None:
     torch.testing.assert_close(model.head.logits(hidden[70:]), all_logits(model, b), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "chunks", [[1] * 30, [7, 64, 1, 65, 13], [149, 1]], ids=["one by one", "ragged", "last"]
-)
+@pytest.mark.parametrize("chunks", [[1] * 30, [7, 64, 1, 65, 13], [149, 1]], ids=["one by one", "ragged", "last"])
 @pytest.mark.parametrize("neighbours", [0, 1, 2, 15])
 def test_cached_equals_uncached_at_every_position(tmp_path: Path, chunks: list[int], neighbours: int) -> None:
     """Paged, chunked and batched against one full forward, at every position: catches positions off by one, wrong
@@ -137,10 +135,7 @@ def test_fp16_pages_are_what_rows_attend_to(tmp_path: Path) -> None:
     whole, stepped = PagedKV(model.config, 1, "fp16"), PagedKV(model.config, 1, "fp16")
     at_once = model.head.logits(model.forward(Batch(ids, [40], [40], [[0]]), whole))
     one_by_one = torch.cat(
-        [
-            model.head.logits(model.forward(Batch([t], [1], [i + 1], [[0]]), stepped))
-            for i, t in enumerate(ids)
-        ]
+        [model.head.logits(model.forward(Batch([t], [1], [i + 1], [[0]]), stepped)) for i, t in enumerate(ids)]
     )
     rounding = (at_once - all_logits(model, ids)).abs().max()
     assert rounding > 1e-4

@@ -57,9 +57,7 @@ def test_probabilities_against_fp64(head: FullHead) -> None:
     hidden = torch.randn(4, 8) * 5
     edits = [Edit(masked=(3, 4)), None, Edit(penalized=(1,), penalty=3.0), None]
     wide = head.logits(hidden, edits=edits).double()
-    torch.testing.assert_close(
-        head.normalizer(hidden, edits).double(), wide.logsumexp(-1), rtol=1e-6, atol=1e-5
-    )
+    torch.testing.assert_close(head.normalizer(hidden, edits).double(), wide.logsumexp(-1), rtol=1e-6, atol=1e-5)
     ids, logprobs = head.logprobs(hidden, 5, edits)
     expected = wide.log_softmax(-1).sort(dim=-1, descending=True)
     assert torch.equal(ids, expected.indices[:, :5])

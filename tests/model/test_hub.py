@@ -64,15 +64,11 @@ class Hub:
             if body:
                 self.asked.append("/".join(parts[4:]))
             payload = file.read_bytes()
-            return self.send(
-                request, 200, payload, {"ETag": f'"{self.etag(file)}"', "X-Repo-Commit": COMMIT}, body
-            )
+            return self.send(request, 200, payload, {"ETag": f'"{self.etag(file)}"', "X-Repo-Commit": COMMIT}, body)
         return self.send(request, 404, b"", {"X-Error-Code": "RepoNotFound"}, body)
 
     @staticmethod
-    def send(
-        request: BaseHTTPRequestHandler, status: int, payload: bytes, headers: dict[str, str], body: bool
-    ) -> None:
+    def send(request: BaseHTTPRequestHandler, status: int, payload: bytes, headers: dict[str, str], body: bool) -> None:
         request.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(payload))}.items():
             request.send_header(key, value)
@@ -157,9 +153,7 @@ def test_only_what_is_loaded_is_fetched(hub: Hub, fetched: tuple[Path, Any]) -> 
     """Repositories hold their weights several times over; of those that cannot run, none is fetched."""
     shards = [file.name for file in (hub.root / "org" / "sharded").glob("*.safetensors")]
     assert len(shards) > 1
-    assert sorted(file for file in hub.asked if not file.endswith(".json")) == sorted(
-        ["model.safetensors", *shards]
-    )
+    assert sorted(file for file in hub.asked if not file.endswith(".json")) == sorted(["model.safetensors", *shards])
 
 
 def test_what_cannot_be_loaded_is_refused_by_name(fetched: tuple[Path, Any]) -> None:

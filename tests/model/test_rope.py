@@ -32,9 +32,7 @@ def test_cos_and_sin_equal_transformers(rope: dict) -> None:
 
 def test_llama3_scaling_as_a_tensor_equals_the_rule() -> None:
     """llama.cpp stores llama3 scaling as divisors in rope_freqs.weight and says nothing in the metadata."""
-    config = LlamaConfig(
-        hidden_size=256, num_attention_heads=4, rope_parameters={"rope_theta": 5e5, **LLAMA3}
-    )
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters={"rope_theta": 5e5, **LLAMA3})
     rule = config_from_transformers(config.to_dict()).rope
     plain = Rope(rule.base).inverse_frequencies(64)
     factors = tuple((plain / rule.inverse_frequencies(64)).tolist())

@@ -98,9 +98,7 @@ def test_a_broken_config(folder: Callable[..., Path], raw: bytes | None) -> None
     assert "config.json" in refusal(path)
 
 
-def test_a_model_is_called_as_its_folder(
-    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_called_as_its_folder(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it is opened as `.`."""
     monkeypatch.chdir(folder())
     assert open_model(".").name == "m"

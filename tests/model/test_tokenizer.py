@@ -28,9 +28,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], **how: Any) -> list[str]:
 @both_kinds
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_streamed_pieces_add_up_to_the_decoded_text(
-    tokenizer: Tokenizer, data: st.DataObject, skip: bool
-) -> None:
+def test_streamed_pieces_add_up_to_the_decoded_text(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
     """Any ids at all, broken characters and special tokens among them: nothing lost, doubled or reordered."""
     low = data.draw(st.sampled_from([0, 256]))  # below: mostly single bytes
     ids = data.draw(st.lists(st.integers(low, tokenizer.vocab_size - 1), max_size=30))
@@ -50,9 +48,7 @@ def test_text_comes_back_and_streams_in_whole_characters(tokenizer: Tokenizer, t
     """A character split over tokens is never shown in halves, and not held back once it is whole."""
     ids = tokenizer.encode(text, add_special=False)
     pieces = streamed(tokenizer, ids, skip_special=False)
-    assert tokenizer.decode(ids, skip_special=False) == text.replace(
-        "\u2581", "\u2581" if tokenizer is BYTES else " "
-    )
+    assert tokenizer.decode(ids, skip_special=False) == text.replace("\u2581", "\u2581" if tokenizer is BYTES else " ")
     assert pieces[-1] == ""
     assert "\ufffd" not in "".join(pieces).replace("\ufffd", "", text.count("\ufffd"))
 
@@ -137,8 +133,6 @@ def test_bytes_are_not_text() -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     """transformers takes seconds; jinja2 is needed only for chats."""
-    code = (
-        "import sys, nanokit.model.tokenizer; print({'transformers', 'torch', 'jinja2'} & set(sys.modules))"
-    )
+    code = "import sys, nanokit.model.tokenizer; print({'transformers', 'torch', 'jinja2'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -30,9 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A small tokenizer as `save_pretrained` writes it."""
     metadata = byte_level_metadata("llama-bpe") if request.param == "byte-level" else sentencepiece_metadata()
     parts = read_gguf(metadata)
-    saved = PreTrainedTokenizerFast(
-        tokenizer_object=parts.backend, chat_template=TEMPLATE, **parts.special_texts
-    )
+    saved = PreTrainedTokenizerFast(tokenizer_object=parts.backend, chat_template=TEMPLATE, **parts.special_texts)
     saved.save_pretrained(tmp_path)
     return tmp_path
 
@@ -48,12 +46,8 @@ def assert_same(folder: Path) -> Tokenizer:
             expected = oracle.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             assert ours.decode(ids, skip_special=skip) == expected
     for chat in CHATS:
-        assert ours.chat_text(chat) == oracle.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True
-        )
-        assert (
-            ours.chat_ids(chat) == oracle.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        )
+        assert ours.chat_text(chat) == oracle.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert ours.chat_ids(chat) == oracle.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     assert ours.bos_id == oracle.bos_token_id
     assert ours.eos_ids[:1] == (oracle.eos_token_id,)
     assert ours.vocab_size == len(oracle)
@@ -68,9 +62,7 @@ def test_agrees_with_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(True, False), (False, False), (True, True), (None, True)])
-def test_bos_and_eos_flags_do_not_overrule_tokenizer_json(
-    folder: Path, flags: tuple[bool | None, bool]
-) -> None:
+def test_bos_and_eos_flags_do_not_overrule_tokenizer_json(folder: Path, flags: tuple[bool | None, bool]) -> None:
     """`add_bos_token: false` beside a tokenizer.json that adds it: transformers adds it."""
     change(folder, "tokenizer_config.json", add_bos_token=flags[0], add_eos_token=flags[1])
     assert assert_same(folder).add_bos

@@ -78,9 +78,7 @@ def sentencepiece_oracle(metadata: dict[str, Any]) -> Any:
     convert_gguf_tokenizer = pytest.importorskip(TRANSFORMERS_GGUF).convert_gguf_tokenizer
     renamed = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     names = {"model": "tokenizer_type", "unknown_token_id": "unk_token_id"}
-    backend, _ = convert_gguf_tokenizer(
-        "phi3", {names.get(key, key): value for key, value in renamed.items()}
-    )
+    backend, _ = convert_gguf_tokenizer("phi3", {names.get(key, key): value for key, value in renamed.items()})
     return backend
 
 
@@ -196,9 +194,7 @@ def test_a_control_token_outside_of_the_byte_alphabet() -> None:
     """DeepSeek's `<｜end▁of▁sentence｜>` is no byte-level spelling: matched, decoded and counted as an end anyway."""
     tokens, text = byte_level_metadata()["tokenizer.ggml.tokens"], "<｜end▁of▁sentence｜>"
     types = [1] * len(tokens) + [3]
-    tokenizer = Tokenizer.from_gguf(
-        byte_level_metadata(tokens=[*tokens, text], token_type=types, eos_token_id=None)
-    )
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata(tokens=[*tokens, text], token_type=types, eos_token_id=None))
     assert tokenizer.eos_ids == (len(tokens),)
     assert tokenizer.encode(f"a{text}")[1:] == [len(tokens)]
     assert tokenizer.decode([len(tokens)], skip_special=False) == text
@@ -209,9 +205,7 @@ def test_end_closes_only_a_message_beside_return_and_call() -> None:
     tokens = byte_level_metadata()["tokenizer.ggml.tokens"]
     more = ["<|end|>", "<|return|>", "<|call|>"]
     types = [1] * len(tokens) + [3] * 3
-    tokenizer = Tokenizer.from_gguf(
-        byte_level_metadata(tokens=tokens + more, token_type=types, eos_token_id=None)
-    )
+    tokenizer = Tokenizer.from_gguf(byte_level_metadata(tokens=tokens + more, token_type=types, eos_token_id=None))
     assert tokenizer.eos_ids == (len(tokens) + 1,)
 
 

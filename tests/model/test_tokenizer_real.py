@@ -18,9 +18,7 @@ from nanokit.model.tokenizer import Tokenizer
 VOCABS = os.environ.get("NANOKIT_VOCABS")
 DEFAULT_PATH = model_path(DEFAULT_MODEL)
 
-needs_vocabs = pytest.mark.skipif(
-    not VOCABS, reason="NANOKIT_VOCABS does not name the folder of vocabularies"
-)
+needs_vocabs = pytest.mark.skipif(not VOCABS, reason="NANOKIT_VOCABS does not name the folder of vocabularies")
 needs_model = pytest.mark.skipif(not DEFAULT_PATH.is_file(), reason="the default model is not in the cache")
 
 
@@ -77,15 +75,11 @@ def test_the_default_model_agrees_with_transformers_on_every_id(
         ids = transformers_tokenizer(text)["input_ids"]
         assert tokenizer.encode(text) == ids, repr(text)
         for skip in (True, False):
-            expected = transformers_tokenizer.decode(
-                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
-            )
+            expected = transformers_tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             assert tokenizer.decode(ids, skip_special=skip) == expected
     for chat in CHATS:
         for prompt in (True, False):
-            text = transformers_tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=prompt
-            )
+            text = transformers_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
             assert tokenizer.chat_text(chat, add_generation_prompt=prompt) == text
         ids = transformers_tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         assert tokenizer.chat_ids(chat) == ids
@@ -97,9 +91,7 @@ def test_the_default_model_agrees_with_transformers_on_every_id(
 
 @pytest.mark.model
 @needs_model
-@given(
-    text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("  \n\n\t019'a.<|>"), max_size=40)
-)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("  \n\n\t019'a.<|>"), max_size=40))
 @settings(max_examples=400, deadline=None)
 def test_any_text_gets_the_ids_of_transformers(
     default_tokenizer: Tokenizer, transformers_tokenizer: Any, text: str
@@ -108,9 +100,7 @@ def test_any_text_gets_the_ids_of_transformers(
     ids = default_tokenizer.encode(text)
     assert ids == transformers_tokenizer(text)["input_ids"]
     expected = transformers_tokenizer.decode(ids, clean_up_tokenization_spaces=False)  # not always the text:
-    assert (
-        default_tokenizer.decode(ids, skip_special=False) == expected
-    )  # the vocabulary lacks a few rare bytes
+    assert default_tokenizer.decode(ids, skip_special=False) == expected  # the vocabulary lacks a few rare bytes
 
 
 @pytest.mark.model

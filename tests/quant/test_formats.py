@@ -142,9 +142,7 @@ def test_a_type_without_weights_is_refused() -> None:
         dequantize(np.zeros(16, np.uint8), "I32", (4,), name="blk.0")
 
 
-@pytest.mark.parametrize(
-    "name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "IQ4_NL", "IQ2_S"]
-)
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "IQ4_NL", "IQ2_S"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_weight_that_is_not_finite_is_refused_with_its_place(name: str, bad: float) -> None:
     """One damaged scale, or weight of a plain type, far into the tensor."""
@@ -153,11 +151,7 @@ def test_a_weight_that_is_not_finite_is_refused_with_its_place(name: str, bad: f
     raw = np.zeros(f.nbytes(shape), np.uint8)
     block = raw.reshape(-1, f.block_bytes)[11]
     one = np.array([bad], np.float32)
-    first = (
-        one.view(np.uint8)[2:]
-        if name == "BF16"
-        else one.astype("<f4" if name == "F32" else "<f2").view(np.uint8)
-    )
+    first = one.view(np.uint8)[2:] if name == "BF16" else one.astype("<f4" if name == "F32" else "<f2").view(np.uint8)
     block[: len(first)] = first
     if f.block_size > 1:
         block[len(first) :] = 1  # infinity times code zero is NaN: any code does

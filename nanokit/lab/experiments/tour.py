@@ -6,9 +6,11 @@ a slow minute hits all three alike. A decoded token reads every weight once, so 
 time that no better code can go below: the share of that limit is what later notebooks work on.
 """
 
+import math
 import random
 import statistics
 import threading
+import time
 from dataclasses import dataclass
 
 from nanokit.engine.load import LoadedEngine
@@ -19,10 +21,11 @@ from nanokit.lab.machine import measure_bandwidth
 from nanokit.lab.params import Params, experiment_params, knob
 from nanokit.lab.progress import Progress, Silent, stop_if
 from nanokit.lab.result import Result
+from nanokit.lab.steadiness import remarks
 
-DECODED = (
-    24  # tokens timed after each prompt: long enough for a median, short enough not to leave the context
-)
+# Seconds after which no further repeat is begun: a busy machine gets fewer repeats, not a longer wait.
+TIMING_S = {"smoke": 6.0, "quick": 35.0, "full": math.inf}
+DECODED = 24  # tokens timed after each prompt: enough for a median, few enough to stay in the context
 
 
 @experiment_params
@@ -30,7 +33,7 @@ class TourParams(Params):
     """What the model is asked, and how long the prompts are that are timed."""
 
     model: str = knob("", "GGUF file, folder of safetensors or hub name; empty is the default model")
-    question: str = knob("Write three sentences about the moon.", "what the model is asked")
+    question: str = knob("What is a language model?", "what the model is asked")
     max_tokens: int = knob(
         0, "longest answer", unit="tokens", low=1, high=512, by_preset={"smoke": 16, "quick": 48, "full": 128}
     )
@@ -39,9 +42,7 @@ class TourParams(Params):
         0, "length of the timed prompts", unit="tokens", low=16, high=2048, step=16,
         by_preset={"smoke": 64, "quick": 256, "full": 512},
     )  # fmt: skip
-    repeats: int = knob(
-        0, "timed prompts", unit="runs", low=2, high=50, by_preset={"smoke": 2, "quick": 5, "full": 15}
-    )
+    repeats: int = knob(0, "timed prompts", unit="runs", low=2, high=50, by_preset={"smoke": 2, "quick": 5, "full": 15})
     seed: int = knob(0, "seed of the random prompts and of sampling", low=0, high=2**31 - 1)
 
 
@@ -55,9 +56,7 @@ class TourResult(Result):
         return self.texts["answer"]
 
 
-def tour(
-    p: TourParams, *, progress: Progress | None = None, cancel: threading.Event | None = None
-) -> TourResult:
+def tour(p: TourParams, *, progress: Progress | None = None, cancel: threading.Event | None = None) -> TourResult:
     """Answer the question, then time prefill, decode and streaming in turns.
 
     Raises StoppedError when cancelled, BusyError while something else is measured, and what `nanokit.load` raises.
@@ -73,25 +72,36 @@ def tour(
             Sampling(max_tokens=p.max_tokens, temperature=p.temperature, seed=p.seed),
         )
         progress.step("timing")
-        samples: dict[str, list[float]] = {
-            "prefill_tok_per_s": [],
-            "decode_ms_per_token": [],
-            "stream_gb_s": [],
-        }
-        _time_once(engine, p, -1)  # warm-up: first touches of weights and pages are not what a token costs
-        for repeat in range(p.repeats):
-            stop_if(cancel)
-            prefill, decode = _time_once(engine, p, repeat)
-            samples["prefill_tok_per_s"].append(prefill)
-            samples["decode_ms_per_token"].extend(decode)
-            streamed = measure_bandwidth(repeats=3, buffer_bytes=footprint.per_token_dense)
-            samples["stream_gb_s"].extend(streamed.samples_gb_s)
-            progress.step()
+        samples = _time(engine, p, progress, cancel)
+    notes = remarks(samples)
+    if len(samples["prefill_tok_per_s"]) < p.repeats:
+        notes.append(f"{len(samples['prefill_tok_per_s'])} of {p.repeats} repeats: the preset's time was over")
     metrics = _metrics(samples, footprint.per_token_dense, footprint.per_token_stored)
     metrics |= {"answer_tokens": answer.generated_tokens, "answer_ttft_ms": answer.timings.ttft_ms or 0.0}
     settings = {"model": model.name, "activations": model.activations, "timed_tokens": DECODED}
     texts = {"question": p.question, "answer": answer.text, "finish_reason": str(answer.finish_reason)}
-    return TourResult(p, metrics, samples, settings, texts)
+    return TourResult(p, metrics, samples, settings, texts, notes)
+
+
+def _time(
+    engine: LoadedEngine, p: TourParams, progress: Progress, cancel: threading.Event | None
+) -> dict[str, list[float]]:
+    """The samples of all repeats; no more of them are begun, after the second, once `TIMING_S` has passed."""
+    prefill: list[float] = []
+    decode: list[float] = []
+    stream: list[float] = []
+    started = time.perf_counter()
+    _time_once(engine, p, -1)  # warm-up: first touches of weights and pages are not what a token costs
+    for repeat in range(p.repeats):
+        stop_if(cancel)
+        if repeat >= 2 and time.perf_counter() - started > TIMING_S[p.preset]:
+            break
+        speed, gaps = _time_once(engine, p, repeat)
+        prefill.append(speed)
+        decode += gaps
+        stream += measure_bandwidth(repeats=3, buffer_bytes=engine.model.footprint.per_token_dense).samples_gb_s
+        progress.step()
+    return {"prefill_tok_per_s": prefill, "decode_ms_per_token": decode, "stream_gb_s": stream}
 
 
 def _time_once(engine: LoadedEngine, p: TourParams, repeat: int) -> tuple[float, list[float]]:

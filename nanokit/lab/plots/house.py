@@ -107,9 +107,7 @@ def bars(
     samples: label -> repeats, all in `unit` (the axis title). An empty series raises ValueError from
     `statistics`.
     """
-    fig = figure(
-        finding, x=unit, summary=summary, height=120 + 46 * len(samples) + 20 * finding.count("<br>")
-    )
+    fig = figure(finding, x=unit, summary=summary, height=120 + 46 * len(samples) + 20 * finding.count("<br>"))
     for index, (label, values) in enumerate(samples.items()):
         middle, low, high = statistics.median(values), min(values), max(values)
         whisker = {"type": "data", "array": [high - middle], "arrayminus": [middle - low], "color": GREY}

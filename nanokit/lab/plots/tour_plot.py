@@ -18,6 +18,8 @@ def tour(result: Result) -> go.Figure:
         f"A token of the answer costs {ratio:.0f} times one of the prompt;<br>"
         f"reading the weights once is {statistics.median(stream_ms) / m['decode_ms_per_token']:.0%} of that"
     )
+    if result.remarks:
+        finding += f"<br><i>{result.remarks[0].partition(':')[0]}: not to be quoted</i>"
     series = {
         "prefill": [1e3 / speed for speed in s["prefill_tok_per_s"]],
         "decode": s["decode_ms_per_token"],
