@@ -6,6 +6,9 @@ notebook shows it as any exception. A plain `ValueError` with one sentence was r
 person asks next ("what did it see?", "what did it want?", "what now?") went unanswered half of the time.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class NanokitError(Exception):
     """A foreseen failure.
@@ -54,3 +57,14 @@ class RequestError(NanokitError, ValueError):
 
 class NotebookRunError(NanokitError):
     """A notebook did not run to its end; the executed copy and a record of the failure were written."""
+
+
+@contextmanager
+def naming(model: str) -> Iterator[None]:
+    """A refusal inside names the model: a session may load several, and the fault lies deep in one of them."""
+    try:
+        yield
+    except (ModelFileError, TokenizerError) as error:
+        if model in error.what:
+            raise
+        raise type(error)(f"{model}: {error.what}", found=error.found, needed=error.needed, do=error.do) from error

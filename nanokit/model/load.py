@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanokit.errors import ModelFileError
+from nanokit.errors import ModelFileError, naming
 from nanokit.model.config import config_from_transformers
 from nanokit.model.source import GGUFSource, ModelSource, SafetensorsSource, read_json, weight_names
 
@@ -26,15 +26,19 @@ def open_model(source: str | Path, *, rope_base: float | None = None) -> ModelSo
     path = Path(source).expanduser()
     try:
         if path.is_file():
-            return GGUFSource(path, rope_base=rope_base)
+            with naming(path.name):
+                return GGUFSource(path, rope_base=rope_base)
         if path.is_dir():
-            return SafetensorsSource(path, rope_base=rope_base)
+            with naming(path.resolve().name):
+                return SafetensorsSource(path, rope_base=rope_base)
     except OSError as error:  # what the system does not take as a path; files are opened further down
         raise _no_such_model(error.strerror) from error
     looks_like_file = path.is_absolute() or path.suffix == ".gguf" or str(source).startswith((".", "~"))
     if looks_like_file or not HUB_NAME.fullmatch(str(source)):
         raise _no_such_model(f"no file or folder {source}")
-    return SafetensorsSource(_from_hub(str(source), rope_base), name=str(source), rope_base=rope_base)
+    name = str(source)
+    with naming(name):
+        return SafetensorsSource(_from_hub(name, rope_base), name=name, rope_base=rope_base)
 
 
 def _no_such_model(found: str | None) -> ModelFileError:

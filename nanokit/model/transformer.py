@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanokit.errors import ParameterError
+from nanokit.errors import ParameterError, naming
 from nanokit.kernels import reference
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig
@@ -45,13 +45,15 @@ class Transformer:
         self.config, self.activations = config, check_activations(activations)
         self.name, self.footprint = source.name, footprint(source)
         self.vocab_size = config.vocab_size
-        weights = find_weights(config, source)
-        self._bound: BoundModel = BACKENDS[activations].bind(config, weights, resident)
+        with naming(source.name):
+            weights = find_weights(config, source)
+            self._bound: BoundModel = BACKENDS[activations].bind(config, weights, resident)
         self.head = FullHead(*self._bound.head_weight)
 
     def forward(self, batch: Batch, pages: Any) -> Tensor:
         """Hidden states after the final norm, [rows, hidden_size]; the keys and values of the batch's tokens are in
-        the pages afterwards."""
+        the pages afterwards. Raises ValueError for a batch that would read or write where it must not."""
+        batch.check(vocab_size=self.vocab_size, num_blocks=pages.num_blocks, block_size=pages.block_size)
         with torch.inference_mode():
             return self._bound.run(self._bound.plan(batch, pages))
 

@@ -147,3 +147,12 @@ def test_layers_left_in_their_file_give_the_same_logits(tmp_path: Path) -> None:
     source = open_model(save_tiny_gguf(tmp_path / "m.gguf", tiny_model("qwen2")))
     mapped = Transformer(source, source.config, resident=False)
     assert torch.equal(all_logits(mapped, some_ids(40)), all_logits(load(tmp_path / "m.gguf"), some_ids(40)))
+
+
+def test_a_batch_that_would_write_elsewhere_is_refused(tmp_path: Path) -> None:
+    """Torch would wrap a negative block around to the last page of somebody else."""
+    model = load(save_tiny(tmp_path / "m", tiny_model("llama")))
+    pages = PagedKV(model.config, 2)
+    for batch in (Batch([1], [1], [1], [[-1]]), Batch([1], [1], [65], [[0]]), Batch([VOCAB], [1], [1], [[0]])):
+        with pytest.raises(ValueError, match=r"block|id"):
+            model.forward(batch, pages)

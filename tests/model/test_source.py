@@ -32,6 +32,7 @@ def refusal(path: Path) -> str:
     error = caught.value
     assert error.found is not None, error
     assert error.needed is not None, error
+    assert path.name in error.what or path.resolve().name in error.what or not path.exists(), error
     return str(error)
 
 
