@@ -128,7 +128,7 @@ class Engine:
         if not isinstance(sampling, Sequence) or len(sampling) != len(prompts):
             raise RequestError(
                 "sampling is one Sampling for all prompts, or a list with one for each",
-                found=f"{len(sampling)} for {len(prompts)} prompts"
+                found=f"{len(sampling)} samplings for {len(prompts)} prompts"
                 if isinstance(sampling, Sequence)
                 else repr(sampling),
                 needed=f"a Sampling, or {len(prompts)} of them",

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 def engine_for(model: str = "", activations: str = "fp32") -> "LoadedEngine":
     """The engine of a model, loaded at first use and kept; the two used last stay in memory.
 
-    model: as for `nanokit.load`; empty is the default model, fetched if it is not in the cache.
+    model: as for `nanokit.load`; empty is the default model, fetched if it is not in the cache. Without a prefix
+    cache: pressing Run twice would else time the second prompt as if it cost nothing.
     """
     from nanokit.engine.load import load
 
-    return load(model or None, activations=activations)
+    return load(model or None, activations=activations, prefix_cache=False)

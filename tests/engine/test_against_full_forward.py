@@ -5,6 +5,7 @@ back through the block tables, and compares the row's logits with a full forward
 scheduler did (chunks, batches, prefix hits, preemption), each row must be what an engine without a cache would get.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ class Watcher:
             start += query
             self.rows += query
         return hidden
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small gain nothing from threads, and waiting ones spin whenever the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

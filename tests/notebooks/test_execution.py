@@ -25,9 +25,9 @@ def test_nbval_fails_on_a_changed_answer(tmp_path: Path, default_model: Path) ->
     answer = next(i for i, cell in enumerate(notebook.cells) if "print(result.answer)" in cell.source)
     notebook.cells = notebook.cells[: answer + 1]
     [output] = notebook.cells[answer].outputs
-    assert "moon" in output.text
+    assert "language" in output.text
     nbformat.write(notebook, tmp_path / "good.ipynb")
-    output.text = output.text.replace("moon", "sun", 1)
+    output.text = output.text.replace("language", "luggage", 1)
     nbformat.write(notebook, tmp_path / "changed.ipynb")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider",
@@ -51,7 +51,7 @@ def test_plain_papermill_takes_a_parameter_and_stays_small(tmp_path: Path, defau
     notebook = nbformat.read(output, as_version=4)
     texts = "\n".join(o.get("text", "") for c in notebook.cells if c.cell_type == "code" for o in c.outputs)
     assert "Paris" in texts
-    assert "moon" not in texts
+    assert "language model" not in texts
     assert output.stat().st_size < 1_000_000
     [record], _ = read_records(runs)
     assert record["params"]["question"] == "What is the capital of France?"

@@ -1,7 +1,7 @@
 """The tour's experiment: a model answers, and the time of a token is taken apart.
 
 Prefill is timed as the first token of a prompt that nothing has cached, decode as the gaps between the tokens that
-follow; every repeat takes a new random prompt, and this machine's streaming bandwidth is measured in between, so that
+follow; every repeat takes another random prompt, and this machine's streaming bandwidth is measured in between, so that
 a slow minute hits all three alike. A decoded token reads every weight once, so bytes per token over bandwidth is the
 time that no better code can go below: the share of that limit is what later notebooks work on.
 """
@@ -105,8 +105,8 @@ def _time(
 
 
 def _time_once(engine: LoadedEngine, p: TourParams, repeat: int) -> tuple[float, list[float]]:
-    """Prefill in tokens per second and the milliseconds of each decoded token, for a prompt never seen before."""
-    draw = random.Random(p.seed * 1000 + repeat)
+    """Prefill in tokens per second and the milliseconds of each decoded token, for a random prompt."""
+    draw = random.Random(f"{p.seed}, {repeat}")  # a text: of integers, -1 and 1 are the same seed
     prompt = [draw.randrange(engine.model.vocab_size) for _ in range(p.prompt_tokens)]
     [done] = engine.generate([prompt], Sampling(max_tokens=DECODED + 1, ignore_eos=True))
     assert done.timings.ttft_ms is not None
