@@ -91,7 +91,7 @@ def _time(
     decode: list[float] = []
     stream: list[float] = []
     started = time.perf_counter()
-    _time_once(engine, p, -1)  # warm-up: first touches of weights and pages are not what a token costs
+    _time_once(engine, p, -1, tokens=4)  # warm-up: first touches of weights and pages are not what a token costs
     for repeat in range(p.repeats):
         stop_if(cancel)
         if repeat >= 2 and time.perf_counter() - started > TIMING_S[p.preset]:
@@ -104,11 +104,11 @@ def _time(
     return {"prefill_tok_per_s": prefill, "decode_ms_per_token": decode, "stream_gb_s": stream}
 
 
-def _time_once(engine: LoadedEngine, p: TourParams, repeat: int) -> tuple[float, list[float]]:
+def _time_once(engine: LoadedEngine, p: TourParams, repeat: int, tokens: int = DECODED) -> tuple[float, list[float]]:
     """Prefill in tokens per second and the milliseconds of each decoded token, for a random prompt."""
     draw = random.Random(f"{p.seed}, {repeat}")  # a text: of integers, -1 and 1 are the same seed
     prompt = [draw.randrange(engine.model.vocab_size) for _ in range(p.prompt_tokens)]
-    [done] = engine.generate([prompt], Sampling(max_tokens=DECODED + 1, ignore_eos=True))
+    [done] = engine.generate([prompt], Sampling(max_tokens=tokens + 1, ignore_eos=True))
     assert done.timings.ttft_ms is not None
     return p.prompt_tokens / (done.timings.ttft_ms / 1e3), done.timings.itl_ms
 
