@@ -66,10 +66,10 @@ class Knob:
             return " | ".join(str(choice) for choice in self.choices)
         unit = f" {self.unit}" if self.unit else ""
         if self.low is not None and self.high is not None:
-            return f"{self.low:g} to {self.high:g}{unit}"
+            return f"{_bound(self.low)} to {_bound(self.high)}{unit}"
         if self.low is not None:
-            return f"at least {self.low:g}{unit}"
-        return f"at most {self.high:g}{unit}" if self.high is not None else self.unit
+            return f"at least {_bound(self.low)}{unit}"
+        return f"at most {_bound(self.high)}{unit}" if self.high is not None else self.unit
 
     @property
     def comment(self) -> str:
@@ -99,6 +99,11 @@ class Knob:
                     found=repr(item),
                     needed=self.allowed or "a finite number",
                 )
+
+
+def _bound(value: float) -> str:
+    """A bound in full: %g makes 2147483647 of 31 bits into 2.14748e+09."""
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def knob(

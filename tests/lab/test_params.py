@@ -223,3 +223,15 @@ def test_every_value_survives_its_own_text(value):
 def test_every_text_survives_as_a_literal(text):
     assert eval(literal(text)) == text
     assert parse_value("v", "str", text) == text
+
+
+def test_a_large_bound_is_written_in_full():
+    """`0 to 2.14748e+09` is no range that a person can type."""
+
+    @experiment_params
+    class Seeded(Params):
+        seed: int = knob(0, "seed", low=0, high=2**31 - 1)
+        share: float = knob(0.5, "share", low=0.25, high=1.0)
+
+    assert Seeded.KNOBS["seed"].allowed == "0 to 2147483647"
+    assert Seeded.KNOBS["share"].allowed == "0.25 to 1"
