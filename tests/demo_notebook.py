@@ -4,6 +4,8 @@ from pathlib import Path
 
 import nbformat
 
+from nanokit.lab.cell import resolve
+
 EXPERIMENT = """
 from nanokit.lab.params import Params, experiment_params, knob
 
@@ -44,3 +46,11 @@ def write_demo(folder: Path) -> Path:
     path = folder / "demo.ipynb"
     nbformat.write(nb, path)
     return path
+
+
+def as_typed(cls, texts):
+    """The parameters that `nanokit run -p name=text …` makes of a notebook whose cell is the dataclass's own."""
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cls.parameter_lines())])
+    nb.cells[0].metadata["tags"] = ["parameters"]
+    nb.metadata["kernelspec"] = {"name": "python3", "language": "python", "display_name": "Python 3"}
+    return cls.from_mapping(resolve(nb, texts, Path()).injected)

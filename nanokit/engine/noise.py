@@ -15,7 +15,7 @@ tokens:
     word     token % 4                       u = (word + 1/2) / 2**32, never 0 or 1
 
 `stream` separates uses that must be independent of each other at the same position. Rejected: numpy's own
-Philox bit generator, which is 64 bits wide and must be re-seeded, at 10 µs each, for every (row, position).
+Philox bit generator, which is 64 bits wide and must be re-seeded, for every (row, position).
 """
 
 import numpy as np

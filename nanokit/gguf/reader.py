@@ -54,11 +54,6 @@ class GGUFFile:
             _data={header.path: header.data for header in headers},
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, as stored."""
-        return sum(info.nbytes for info in self.tensors.values())
-
     def info(self, name: str) -> TensorInfo:
         """A tensor's entry. Raises ModelFileError, with the names most like it, when there is none."""
         if name not in self.tensors:

@@ -1,7 +1,7 @@
 """One live figure that is redrawn in place.
 
-A panel owns exactly one FigureWidget and changes its traces and layout: a widget per redraw would send 5 MB
-of JavaScript each time, and plotly 7.1's `update_display_data` draws a second figure instead of replacing
+A panel owns exactly one FigureWidget and changes its traces and layout: a widget per redraw would send
+megabytes of JavaScript each time, and plotly 7.1's `update_display_data` draws a second figure instead of replacing
 the first. Headless, no widget is made at all; the current figure is then shown as a static one.
 """
 

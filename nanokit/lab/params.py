@@ -32,7 +32,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nanokit.errors import ParameterError
-from nanokit.lab.values import TYPE_NAMES, closest, literal, parse_value, type_name_of
+from nanokit.lab.values import TYPE_NAMES, closest, literal, type_name_of
 
 PRESETS = ("smoke", "quick", "full")
 
@@ -243,23 +243,6 @@ class Params:
     def from_notebook(cls, namespace: Mapping[str, Any]) -> Self:
         """Take the parameters out of a notebook's `globals()`; every other name there is left alone."""
         return cls(**{name: namespace[name] for name in cls.KNOBS if name in namespace})
-
-    @classmethod
-    def from_strings(cls, texts: Mapping[str, str]) -> Self:
-        """Read texts as typed: "007" stays a str for a str field, bool is true|false, a list is JSON."""
-        return cls.from_mapping(cls.parse(texts))
-
-    @classmethod
-    def parse(cls, texts: Mapping[str, str]) -> dict[str, Value]:
-        """The typed values of texts, without defaults. Raises ParameterError for an unknown name or a wrong
-        type.
-        """
-        values = {}
-        for name, text in texts.items():
-            if name not in cls.KNOBS:
-                raise unknown_parameter(name, cls.KNOBS)
-            values[name] = parse_value(name, cls.KNOBS[name].type_name, text)
-        return values
 
     @classmethod
     def parameter_lines(cls) -> str:

@@ -4,10 +4,10 @@ show.
 `bundle(fig)` puts a PNG and a one-sentence summary beside plotly's JSON: JupyterLab draws the live figure,
 GitHub (where plotly's JSON alone is an empty cell) the picture. Without a Chrome or Chromium the picture is
 left out, and one sentence says so once. Plotly's own `plotly_mimetype+png` renderer was rejected, because
-it raises inside the cell without Chrome and starts a new browser (3 s) for each picture. Kaleido's sync
+it raises inside the cell without Chrome and starts a new browser for each picture. Kaleido's sync
 server was rejected too: when its browser fails to start, its thread dies and the next call waits forever,
 and two callers can get each other's picture. So one kaleido lives on one event loop here, started at the
-first picture (3 s; then 0.3 s each).
+first picture: that one takes seconds, the next ones a fraction of one.
 """
 
 import asyncio

@@ -4,7 +4,7 @@
     run.output    runs/20261129T215612Z_00_tour_3f9a1c.ipynb, the executed notebook
     run.record    the line that was appended to runs/records.jsonl
 
-papermill's own command line was rejected because it cannot drop widget state (5 MB per figure), takes an
+papermill's own command line was rejected because it cannot drop widget state (megabytes per figure), takes an
 unknown parameter for a warning, types values by how they look, works in the caller's directory and never
 times out. Here:
 

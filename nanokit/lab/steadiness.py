@@ -1,13 +1,13 @@
 """Whether samples may be quoted at all: a median of times that vary many-fold says nothing about the code.
 
 Two programs with as many threads as cores do not slow each other to a half: waiting threads spin, and single steps
-take a hundred times as long. A kit that measures has to say so instead of printing the median in bold.
+take many times as long. A kit that measures has to say so instead of printing the median in bold.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
 
-LIMIT = 2.0  # quiet machines stay within 1.3 here; a second busy program brings 10 and more
+LIMIT = 2.0  # above what frequency changes and page faults do, far below what a second busy program does
 FEW = 10
 
 

@@ -156,7 +156,15 @@ class SafetensorsSource:
 
     def tensor(self, name: str) -> Tensor:
         with _opened(self._places[name]) as handle:
-            return handle.get_tensor(name).float()
+            tensor: Tensor = handle.get_tensor(name).float()
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
+            raise ModelFileError(
+                f"the tensor {name} holds infinities or NaN",
+                found=f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite",
+                needed="finite weights",
+                do="the file is corrupt or was converted with overflow: download or convert it again",
+            )
+        return tensor
 
 
 def _refuse_gguf_folder(directory: Path) -> None:

@@ -3,6 +3,7 @@
 import shlex
 
 import pytest
+from demo_notebook import as_typed
 from toy import ToyParams
 
 from nanokit.errors import ParameterError
@@ -53,5 +54,5 @@ def test_command_line_survives_the_shell_and_comes_back_as_the_same_parameters()
     words = shlex.split(command(p, "00 tour.ipynb"))
     assert words[:3] == ["nanokit", "run", "00 tour.ipynb"]
     assert set(words[3::2]) == {"-p"}
-    assert ToyParams.from_strings(dict(word.split("=", 1) for word in words[4::2])) == p
+    assert as_typed(ToyParams, dict(word.split("=", 1) for word in words[4::2])) == p
     assert command(ToyParams(), "n.ipynb") == "nanokit run n.ipynb"

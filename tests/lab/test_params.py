@@ -6,6 +6,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from demo_notebook import as_typed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,7 +104,7 @@ def test_strings_are_read_by_the_type_of_the_field():
         "warm": "False",
         "heat": "1e0",
     }
-    p = DemoParams.from_strings(texts)
+    p = as_typed(DemoParams, texts)
     assert p.to_dict() == {
         "preset": "quick",
         "tokens": 7,
@@ -129,7 +130,7 @@ def test_strings_are_read_by_the_type_of_the_field():
 )
 def test_a_string_of_another_type_is_refused(texts):
     with pytest.raises(ParameterError, match=repr(next(iter(texts)))):
-        DemoParams.from_strings(texts)
+        as_typed(DemoParams, texts)
 
 
 def test_the_cell_reads_back_as_the_dataclass_through_papermills_parser():

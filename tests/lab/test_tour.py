@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny import save_tiny, tiny_model
@@ -69,6 +70,15 @@ def test_a_busy_machine_gets_fewer_repeats_and_a_remark(tiny: str, monkeypatch: 
     result = tour(TourParams(model=tiny, preset="smoke", repeats=9))
     assert len(result.samples["prefill_tok_per_s"]) == 2
     assert "2 of 9 repeats: the preset's time was over" in result.remarks
+
+
+def test_a_limit_that_is_beaten_is_remarked(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the weights cannot take longer than decoding with them: a share above 1 is a fault of measurement."""
+    slow = SimpleNamespace(samples_gb_s=(1e-9,) * 3)
+    monkeypatch.setattr(module, "measure_bandwidth", lambda **_: slow)
+    result = tour(TourParams(model=tiny, preset="smoke"))
+    assert result.metrics["decode_limit_share"] > 1
+    assert any("faster than memory allows" in remark for remark in result.remarks)
 
 
 def test_stop_is_heard_between_repeats(tiny: str) -> None:

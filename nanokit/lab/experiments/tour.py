@@ -77,6 +77,8 @@ def tour(p: TourParams, *, progress: Progress | None = None, cancel: threading.E
     if len(samples["prefill_tok_per_s"]) < p.repeats:
         notes.append(f"{len(samples['prefill_tok_per_s'])} of {p.repeats} repeats: the preset's time was over")
     metrics = _metrics(samples, footprint.per_token_dense, footprint.per_token_stored)
+    if metrics["decode_limit_share"] > 1:
+        notes.append("decoding looks faster than memory allows: the two were not measured on equal terms; run again")
     metrics |= {"answer_tokens": answer.generated_tokens, "answer_ttft_ms": answer.timings.ttft_ms or 0.0}
     settings = {"model": model.name, "activations": model.activations, "timed_tokens": DECODED}
     texts = {"question": p.question, "answer": answer.text, "finish_reason": str(answer.finish_reason)}

@@ -7,7 +7,7 @@ units; labels stand beside what they name instead of in a legend. Values go in a
 would be stored as base64, which no diff of a committed notebook can show.
 
 `show(fig)` displays one output that every reader of a notebook can show; see `pictures`. A figure widget
-per figure was rejected: each stores 5 MB of JavaScript in a saved notebook.
+per figure was rejected: each stores megabytes of JavaScript in a saved notebook.
 """
 
 import statistics
