@@ -4,31 +4,29 @@ This file is the contract. Other backends are tested against these functions, on
 them may be cleverer about what a row means. Written for reading: attention gathers the pages of each sequence into
 one piece and calls torch's scaled dot product, which copies what a real kernel would walk.
 
+Activation modes (kernels/activations.py): the input of every linear layer and of the head is quantized, widened again
+and multiplied by the widened weights in fp32. That equals the integer products of other backends to float rounding.
+Embedding, norms, rope, attention and the gate stay in fp32.
+
 Shapes: n rows (tokens of all sequences of the step, flattened), Hq query heads, Hk key/value heads, d per head.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+from nanokit.errors import ParameterError
+from nanokit.kernels.activations import MODES, check_columns, checked_peaks, note_peak, quantize
+from nanokit.kernels.paged import Pages, read_kv, write_kv
+
 if TYPE_CHECKING:
     from nanokit.model.batch import Batch
     from nanokit.model.config import ModelConfig
     from nanokit.model.weights import LayerWeights, Linear, Weights
-
-LANES = 16
-
-
-class Pages(Protocol):
-    """Where keys and values lie: `layer(i)` gives the two page tensors drawn in nanokit/kv/pages.py."""
-
-    block_size: int
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]: ...
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,21 +39,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def write_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k, v [n, Hk, d] in the pages; slots [n] = block id * block size + offset in the block."""
-    block_size = keys.shape[2] * LANES
-    block, group, lane = slots // block_size, slots % block_size // LANES, slots % LANES
-    keys[block, :, group, :, lane] = k.to(keys.dtype)
-    values[block, :, group, lane, :] = v.to(values.dtype)
-
-
-def read_kv(keys: Tensor, values: Tensor, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-    """The first kv_len tokens of a sequence, gathered to [Hk, kv_len, d] in fp32."""
-    k = keys[blocks].permute(1, 0, 2, 4, 3).flatten(1, 3)[:, :kv_len]
-    v = values[blocks].permute(1, 0, 2, 3, 4).flatten(1, 3)[:, :kv_len]
-    return k.float(), v.float()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
@@ -138,16 +121,29 @@ class Layer:
 
 
 class Bound:
-    """A model bound to this backend, nothing packed: weights in fp32, in memory or (the layers) in their file."""
+    """A model bound to this backend, nothing packed: weights in fp32, in memory or (the layers) in their file.
 
-    def __init__(self, config: "ModelConfig", weights: "Weights", resident: bool) -> None:
-        self._config = config
+    peaks: of static activations, fp32 [4 * layers + 1] (`activations.place_name` says of what); None before
+    `calibrate`, and in the other modes.
+    """
+
+    def __init__(self, config: "ModelConfig", weights: "Weights", resident: bool, activations: str) -> None:
+        _check_columns(weights, activations)
+        self._config, self._mode = config, activations
         self._embedding, self._final_norm = weights.embedding.dense(), weights.final_norm.dense()
         self._layers = [Layer(layer, Resident if resident else Mapped) for layer in weights.layers]
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim)
         head = weights.head
         bias = None if head is None or head.bias is None else head.bias.dense()
         self.head_weight = (self._embedding if head is None else head.weight.dense(), bias)
+        self.peaks: Tensor | None = None
+
+    def calibrate(self, peaks: Tensor) -> None:
+        """Set the peaks of static activations, as `run` and `logits` noted them on a text. Raises ParameterError for
+        peaks that are not this model's, and in another mode."""
+        if self._mode != "static":
+            raise ParameterError("only static activations are calibrated", found=self._mode, needed="static")
+        self.peaks = checked_peaks(peaks, len(self._layers))
 
     def plan(self, batch: "Batch", pages: Pages) -> Plan:
         """Resolve positions, slots and pages of a step. Sequences without new tokens take no part in it."""
@@ -174,17 +170,55 @@ class Bound:
             pages,
         )
 
-    def run(self, plan: Plan) -> Tensor:
-        """Hidden states after the final norm, fp32 [rows, hidden_size]; writes the step's keys and values."""
+    def run(self, plan: Plan, peaks: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, fp32 [rows, hidden_size]; writes the step's keys and values.
+
+        peaks: noted there instead (`activations.no_peaks`), the activations of this step staying in fp32. Raises
+        ParameterError for static activations without peaks.
+        """
         eps = self._config.rms_eps
         hidden = self._embedding[plan.token_ids]
         for index, layer in enumerate(self._layers):
-            hidden = hidden + self._attend(layer, index, rms_norm(hidden, layer.attn_norm, eps), plan)
-            x = rms_norm(hidden, layer.ffn_norm, eps)
-            hidden = hidden + layer.down(silu_gate(layer.gate(x), layer.up(x)))
+            x = self._seen(rms_norm(hidden, layer.attn_norm, eps), 4 * index, peaks)
+            attended = self._seen(self._attend(layer, index, x, plan), 4 * index + 1, peaks)
+            hidden = hidden + layer.o(attended)
+            x = self._seen(rms_norm(hidden, layer.ffn_norm, eps), 4 * index + 2, peaks)
+            gated = self._seen(silu_gate(layer.gate(x), layer.up(x)), 4 * index + 3, peaks)
+            hidden = hidden + layer.down(gated)
         return rms_norm(hidden, self._final_norm, eps)
 
+    def logits(self, hidden: Tensor, ids: Tensor | None = None, peaks: Tensor | None = None) -> Tensor:
+        """Logits of all ids [rows, vocab_size], or of the given ids [rows, len(ids)], fp32. hidden: as `run` gives it.
+        peaks: as in `run`."""
+        weight, bias = self.head_weight
+        if ids is not None:
+            weight, bias = weight[ids], None if bias is None else bias[ids]
+        return linear(self._seen(hidden.float(), 4 * len(self._layers), peaks), weight, bias)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """The id of the largest logit, int64 [rows]; among equals the lowest id."""
+        return self.logits(hidden).argmax(dim=-1)
+
+    def _seen(self, x: Tensor, place: int, peaks: Tensor | None) -> Tensor:
+        """What the next product sees of its input x [rows, cols]."""
+        if peaks is not None:
+            note_peak(peaks, place, x)
+            return x
+        if self._mode == "fp32":
+            return x
+        if self._mode != "static":
+            return quantize(x, self._mode).dequantize()
+        if self.peaks is None:
+            raise ParameterError(
+                "static activations have not been calibrated",
+                found="no peaks",
+                needed="the largest magnitude at each place, from a text",
+                do="note them with run(plan, peaks) and logits(hidden, peaks=peaks), then call calibrate(peaks)",
+            )
+        return quantize(x, "static", self.peaks[place]).dequantize()
+
     def _attend(self, layer: Layer, index: int, x: Tensor, plan: Plan) -> Tensor:
+        """Attention's output before `o`, [rows, heads * head_dim]; x is the quantized input that q, k and v share."""
         config = self._config
         q = layer.q(x).unflatten(-1, (config.num_heads, config.head_dim))
         k = layer.k(x).unflatten(-1, (config.num_kv_heads, config.head_dim))
@@ -192,18 +226,27 @@ class Bound:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, config.rms_eps), rms_norm(k, layer.k_norm, config.rms_eps)
         q, k = rotate(q, plan.cos, plan.sin), rotate(k, plan.cos, plan.sin)
-        keys, values = plan.pages.layer(index)
-        write_kv(keys, values, plan.slots, k, v)
+        pages = plan.pages.layer(index)
+        write_kv(pages, plan.slots, k, v)
         out = torch.empty_like(q)
         for sequence in plan.sequences:
-            past = read_kv(keys, values, sequence.blocks, sequence.kv_len)
-            out[sequence.rows] = attention(q[sequence.rows], *past, sequence.visible)
-        return layer.o(out.flatten(1))
+            k, v = read_kv(pages, sequence.blocks, sequence.kv_len)
+            out[sequence.rows] = attention(q[sequence.rows], k, v, sequence.visible)
+        return out.flatten(1)
 
 
-def bind(config: "ModelConfig", weights: "Weights", resident: bool = True) -> Bound:
+def _check_columns(weights: "Weights", mode: str) -> None:
+    linears = [x for layer in weights.layers for x in (layer.q, layer.o, layer.gate, layer.down)]
+    for matrix in (*(x.weight for x in linears), weights.head.weight if weights.head else weights.embedding):
+        check_columns(matrix.name, matrix.shape[1], mode)
+
+
+def bind(config: "ModelConfig", weights: "Weights", resident: bool = True, *, activations: str = "fp32") -> Bound:
     """Read and bind a model's weights; every type is accepted, since this backend widens all of them to fp32.
 
-    resident: False leaves the layers in their file, to be read and widened again in every step.
+    resident: False leaves the layers in their file, to be read and widened again in every step. activations: a mode of
+    `activations.MODES`. Raises ParameterError for an unknown one, and for columns that its groups do not divide.
     """
-    return Bound(config, weights, resident)
+    if activations not in MODES:
+        raise ParameterError("unknown activation mode", found=repr(activations), needed="one of " + ", ".join(MODES))
+    return Bound(config, weights, resident, activations)

@@ -35,7 +35,7 @@ def load(source: Path, **options: Any) -> LoadedEngine:
         ({"kv_memory": -5}, "memory size"), ({"kv_memory": "much"}, "memory size"), ({"kv_memory": 0.5}, "kv_memory"),
         ({"max_seqs": 0}, "max_seqs"), ({"max_seqs": "x"}, "max_seqs"), ({"max_seqs": 513}, "max_seqs"),
         ({"token_budget": 0}, "token_budget"), ({"token_budget": 15}, "token_budget"),
-        ({"prefix_cache": "perhaps"}, "prefix_cache"), ({"kv_format": "int8"}, "kv_format"),
+        ({"prefix_cache": "perhaps"}, "prefix_cache"), ({"kv_format": "int4"}, "kv_format"),
         ({"kv_format": ["fp32"]}, "kv_format"), ({"activations": "int8"}, "activation"),
         ({"activations": None}, "activation"), ({"rope_freq_base": 1e4}, "--force"),
         ({"rope_freq_scale": 0.5}, "--force"), ({"rope_freq_base": 0, "force": True}, "rope-freq-base"),

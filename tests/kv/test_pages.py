@@ -1,0 +1,148 @@
+"""KV pages: their bytes, addresses and alignment, and what an int8 page keeps."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+
+from nanokit.errors import ParameterError
+from nanokit.kernels.paged import read_kv, write_kv
+from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
+
+SHAPE = SimpleNamespace(num_layers=2, num_kv_heads=3, head_dim=10)
+FORMATS = list(DTYPES)
+
+
+def slots_of(blocks: list[int], positions: range) -> torch.Tensor:
+    return torch.tensor([blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions])
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_pages_give_back_what_was_written(data: st.DataObject) -> None:
+    """A wrong block, lane or group in the layout arithmetic would return another token's key, value or scale."""
+    kv_format = data.draw(st.sampled_from(FORMATS))
+    kv_len = data.draw(st.integers(1, 3 * BLOCK_SIZE))
+    needed = -(-kv_len // BLOCK_SIZE)
+    blocks = data.draw(st.permutations(range(5)))[:needed]
+    pages = PagedKV(SHAPE, 5, kv_format).layer(1)
+    k, v = (torch.randint(-127, 128, (kv_len, 3, 10)).float() for _ in range(2))
+    k[..., 7], v[..., 2] = 127.0, -127.0  # then whole numbers are stored exactly by all formats
+    k, v = k * 2.0 ** torch.randint(-6, 3, (kv_len, 3, 1)), v * 2.0 ** torch.randint(-6, 3, (kv_len, 3, 1))
+    start = 0
+    while start < kv_len:  # in chunks, as prefill and decode write
+        end = min(kv_len, start + data.draw(st.integers(1, kv_len)))
+        write_kv(pages, slots_of(blocks, range(start, end)), k[start:end], v[start:end])
+        start = end
+    got_k, got_v = read_kv(pages, torch.tensor(blocks), kv_len)
+    assert torch.equal(got_k.transpose(0, 1), k)
+    assert torch.equal(got_v.transpose(0, 1), v)
+
+
+def test_int8_pages_follow_the_formula_in_numpy() -> None:
+    """Scale = peak / 127 of one head of one token, codes to nearest even; and where in the pages they lie."""
+    random = np.random.default_rng(0)
+    k, v = (random.standard_normal((70, 3, 10), np.float32) * 10.0 ** random.integers(-9, 9, (70, 3, 1)) for _ in "kv")
+    k[3], k[4, 1], v[5, 2] = 0.0, -0.0, 3e38
+    k, v = k.astype(np.float32), v.astype(np.float32)
+    pages = PagedKV(SHAPE, 3, "int8").layer(0)
+    blocks = [2, 0]
+    write_kv(pages, slots_of(blocks, range(70)), torch.from_numpy(k), torch.from_numpy(v))
+    for x, codes, scales, is_key in (
+        (k, pages.keys, pages.key_scales, True),
+        (v, pages.values, pages.value_scales, False),
+    ):
+        peak = np.abs(x).max(-1)
+        with np.errstate(divide="ignore"):
+            inverse = np.where(peak > 0, np.float32(127) / peak, np.float32(0)).astype(np.float32)
+        expected = np.rint(x * inverse[..., None])
+        for t in range(70):
+            block, group, lane = blocks[t // 64], t % 64 // 16, t % 16
+            got = codes[block, :, group, :, lane] if is_key else codes[block, :, group, lane]
+            assert np.array_equal(got.numpy(), expected[t]), t
+            assert np.array_equal(scales[block, :, t % 64].numpy(), peak[t] / np.float32(127)), t
+
+
+def test_a_rewritten_slot_forgets_its_scale() -> None:
+    """A block that is used again: a large token replaced by a small one keeps seven bits of the small one."""
+    pages = PagedKV(SHAPE, 1, "int8").layer(0)
+    slot, small = torch.tensor([5]), torch.full((1, 3, 10), 1e-3)
+    write_kv(pages, slot, small * 1e6, small * 1e6)
+    write_kv(pages, slot, small, small)
+    k, _ = read_kv(pages, torch.tensor([0]), 6)
+    torch.testing.assert_close(k[:, 5], small[0])
+    assert not k[:, :5].any()
+
+
+def test_a_number_that_is_not_finite_is_not_hidden() -> None:
+    """Codes cannot hold it; a finite page would turn a diverged forward into a plausible answer."""
+    pages = PagedKV(SHAPE, 1, "int8").layer(0)
+    k = torch.zeros(2, 3, 10)
+    k[0, 0, 0], k[1, 1, 4] = torch.inf, torch.nan
+    write_kv(pages, torch.tensor([0, 1]), k, k)
+    for got in read_kv(pages, torch.tensor([0]), 2):
+        finite = got.isfinite().all(-1)
+        assert finite.tolist() == [[False, True], [True, False], [True, True]]
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_bytes_per_block_are_the_bytes_allocated(kv_format: str) -> None:
+    """The memory check refuses or admits by this number, the scales included."""
+    pages = PagedKV(SHAPE, 7, kv_format)
+    tensors = [tensor for index in range(2) for tensor in pages.layer(index) if tensor is not None]
+    assert PagedKV.bytes_per_block(SHAPE, kv_format) * 7 == sum(tensor.nbytes for tensor in tensors)
+    assert len(tensors) == (8 if kv_format == "int8" else 4)
+
+
+@given(st.sampled_from(FORMATS), st.integers(1, 5), st.integers(1, 9), st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_every_block_is_aligned_and_no_two_tensors_meet(kv_format: str, blocks: int, heads: int, half: int) -> None:
+    """C kernels load whole vectors at these addresses; an overlap would mix layers."""
+    pages = PagedKV(SimpleNamespace(num_layers=3, num_kv_heads=heads, head_dim=2 * half), blocks, kv_format)
+    spans = []
+    for index in range(3):
+        for tensor in pages.layer(index):
+            if tensor is not None:
+                assert tensor.is_contiguous()
+                assert tensor.data_ptr() % 64 == 0
+                assert tensor.stride(0) * tensor.itemsize % 128 == 0
+                assert not tensor.any()
+                spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+    spans.sort()
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_addresses_are_those_of_the_tensors(kv_format: str) -> None:
+    pages = PagedKV(SHAPE, 2, kv_format)
+    found = pages.addresses()
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        column = getattr(found, name)
+        assert column.dtype == np.int64
+        assert column.flags.c_contiguous
+        tensors = [getattr(pages.layer(index), name) for index in range(2)]
+        assert column.tolist() == [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_an_unused_pool_takes_no_memory(kv_format: str) -> None:
+    """A pool of a gigabyte beside a model of a hundred megabytes: its first token may not cost more than its page."""
+    shape = SimpleNamespace(num_layers=30, num_kv_heads=3, head_dim=64)
+    blocks = (1 << 30) // PagedKV.bytes_per_block(shape, kv_format)
+    before = psutil.Process().memory_info().rss
+    pages = PagedKV(shape, blocks, kv_format)
+    for index in range(30):
+        write_kv(pages.layer(index), torch.tensor([0]), torch.ones(1, 3, 64), torch.ones(1, 3, 64))
+    assert psutil.Process().memory_info().rss - before < 24 << 20
+
+
+def test_unknown_formats_and_odd_blocks_are_refused() -> None:
+    with pytest.raises(ParameterError, match=r"(?s)bf16.*fp32, fp16, int8"):
+        PagedKV(SHAPE, 1, "bf16")
+    with pytest.raises(ParameterError, match=r"(?s)int8.*1 KV heads of 5: 320 bytes.*128"):
+        PagedKV(SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=5), 1, "int8")
