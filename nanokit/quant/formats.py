@@ -31,8 +31,8 @@ class Format:
 
     block_size: weights per block; block_bytes: bytes per block. `unpack` reads raw blocks into codes,
     scales and minimums, `group` weights per scale, `table` the values of the codes (None: the codes
-    themselves); `dtype` is the number type of a plain format. A format with neither is dequantized by the
-    gguf library.
+    themselves), `code_range` the lowest and highest code; `dtype` is the number type of a plain format. A
+    format with neither is dequantized by the gguf library.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Format:
     block_bytes: int
     unpack: Callable[[np.ndarray], Unpacked] | None = None
     group: int = 0
+    code_range: tuple[int, int] = (0, 0)
     table: np.ndarray | None = None
     dtype: str | None = None
 
@@ -69,12 +70,21 @@ class Format:
         """
         if self.unpack is None:
             raise ValueError(f"{self.name} has no canonical codes; use dequantize")
-        codes, scales, minimums = self.unpack(self._blocks(raw, shape))
+        return self._canonical(self.unpack(self._blocks(raw, shape)), shape)
+
+    def _canonical(self, unpacked: Unpacked, shape: tuple[int, ...]) -> QTensor:
+        codes, scales, minimums = unpacked
         grouped = (*shape[:-1], shape[-1] // self.group)
-        if minimums is not None:
-            minimums = minimums.reshape(grouped)
-        codes = np.ascontiguousarray(codes).reshape(shape)
-        return QTensor(self.name, shape, codes, scales.reshape(grouped), minimums, self.group, self.table)
+        return QTensor(
+            format=self.name,
+            shape=shape,
+            codes=np.ascontiguousarray(codes).reshape(shape),
+            scales=scales.reshape(grouped),
+            minimums=None if minimums is None else minimums.reshape(grouped),
+            group=self.group,
+            table=self.table,
+            code_range=self.code_range,
+        )
 
     def _blocks(self, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """`raw` as uint8 [blocks, block_bytes], its size checked against the shape."""
@@ -95,8 +105,7 @@ class Format:
                 numbers = (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
             np.copyto(out, numbers)
         elif self.unpack is not None:
-            codes, scales, minimums = self.unpack(part)
-            QTensor(self.name, out.shape, codes, scales, minimums, self.group, self.table).dequantize(out)
+            self._canonical(self.unpack(part), out.shape).dequantize(out)
         else:
             np.copyto(out, _by_library(self.name, part).reshape(-1))
 
@@ -123,19 +132,19 @@ def _formats() -> dict[str, Format]:
         Format("BF16", 1, 2, dtype="<u2"),
     ]
     coded = [
-        Format("Q4_0", 32, 18, blocks.q4_0, 32),
-        Format("Q4_1", 32, 20, blocks.q4_1, 32),
-        Format("Q5_0", 32, 22, blocks.q5_0, 32),
-        Format("Q5_1", 32, 24, blocks.q5_1, 32),
-        Format("Q8_0", 32, 34, blocks.q8_0, 32),
-        Format("IQ4_NL", 32, 18, blocks.iq4_nl, 32, blocks.IQ4_LEVELS),
-        Format("MXFP4", 32, 17, blocks.mxfp4, 32, blocks.FP4_LEVELS),
-        Format("Q2_K", 256, 84, kquants.q2_k, 16),
-        Format("Q3_K", 256, 110, kquants.q3_k, 16),
-        Format("Q4_K", 256, 144, kquants.q4_k, 32),
-        Format("Q5_K", 256, 176, kquants.q5_k, 32),
-        Format("Q6_K", 256, 210, kquants.q6_k, 16),
-        Format("IQ4_XS", 256, 136, kquants.iq4_xs, 32, blocks.IQ4_LEVELS),
+        Format("Q4_0", 32, 18, blocks.q4_0, 32, (-8, 7)),
+        Format("Q4_1", 32, 20, blocks.q4_1, 32, (0, 15)),
+        Format("Q5_0", 32, 22, blocks.q5_0, 32, (-16, 15)),
+        Format("Q5_1", 32, 24, blocks.q5_1, 32, (0, 31)),
+        Format("Q8_0", 32, 34, blocks.q8_0, 32, (-128, 127)),
+        Format("IQ4_NL", 32, 18, blocks.iq4_nl, 32, (0, 15), blocks.IQ4_LEVELS),
+        Format("MXFP4", 32, 17, blocks.mxfp4, 32, (0, 15), blocks.FP4_LEVELS),
+        Format("Q2_K", 256, 84, kquants.q2_k, 16, (0, 3)),
+        Format("Q3_K", 256, 110, kquants.q3_k, 16, (-4, 3)),
+        Format("Q4_K", 256, 144, kquants.q4_k, 32, (0, 15)),
+        Format("Q5_K", 256, 176, kquants.q5_k, 32, (0, 31)),
+        Format("Q6_K", 256, 210, kquants.q6_k, 16, (-32, 31)),
+        Format("IQ4_XS", 256, 136, kquants.iq4_xs, 32, (0, 15), blocks.IQ4_LEVELS),
     ]
     library = [
         Format("IQ1_S", 256, 50),

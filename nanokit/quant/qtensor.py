@@ -18,8 +18,9 @@ import numpy as np
 class QTensor:
     """Quantized weights, unpacked.
 
-    format: GGML type name; shape: (…, rows, columns).
-    codes: int8, of `shape`; with a table, indices 0…15 into it.
+    format: GGML type name, or that of an integer format ("int4-sym-g64"); shape: (…, rows, columns).
+    codes: int8, of `shape`; with a table, indices 0…15 into it. code_range: lowest and highest code that the
+    format can hold, (0, 15) for Q4_1, (-8, 7) for Q4_0, (-128, 127) for Q8_0 (ggml writes no -128, others may).
     scales, minimums: float32, shape (…, rows, columns // group); minimums is None for formats without.
     group: weights that share a scale, consecutive along the columns; divides the columns.
     table: int8 [16] or None.
@@ -32,6 +33,7 @@ class QTensor:
     minimums: np.ndarray | None
     group: int
     table: np.ndarray | None
+    code_range: tuple[int, int]
 
     def dequantize(self, out: np.ndarray | None = None) -> np.ndarray:
         """Weights as float32 of `shape`; written into `out` (float32, contiguous, as many elements) when

@@ -76,7 +76,8 @@ def test_canonical_codes_carry_the_whole_value(name: str) -> None:
     assert (np.abs(rebuilt.reshape(6, 512) - expected) <= 2e-7 * size.reshape(6, 512)).all()
     if q.table is not None:
         assert (q.table.dtype, q.table.shape) == (np.int8, (16,))
-        assert 0 <= q.codes.min() <= q.codes.max() <= 15
+    # Both ends are reached by random bytes: a packer may rely on the range, and none is wider than it need be.
+    assert (int(q.codes.min()), int(q.codes.max())) == q.code_range
 
 
 @settings(max_examples=60, deadline=None)
