@@ -50,14 +50,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """One file's metadata and tensor table, with the map (uint8, read-only) that the tensors lie in."""
+    """One file's metadata and tensor table, with the map that the tensors lie in."""
 
     path: Path
     version: int
     alignment: int
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    data: np.ndarray
+    mapped: mmap.mmap
 
 
 def read_header(path: Path) -> Header:
@@ -70,7 +70,7 @@ def read_header(path: Path) -> Header:
     n_pairs = cursor.count("the number of metadata keys", least_bytes=_LEAST_PAIR)
     metadata, alignment = _read_metadata(cursor, n_pairs)
     tensors = _read_tensors(cursor, n_tensors, alignment)
-    return Header(path, version, alignment, metadata, tensors, np.frombuffer(mapped, np.uint8))
+    return Header(path, version, alignment, metadata, tensors, mapped)
 
 
 class _Cursor:

@@ -1,11 +1,15 @@
-"""A GGUF model: its metadata, and its tensors as views of the mapped file or as float32.
+"""A GGUF model: its metadata, and its tensors as views of the mapped file, as float32 or as canonical codes.
 
 The `gguf` library reads such files too; it takes seconds for the vocabulary of a small model, accepts
 offsets that overlap and reports a file that is cut short as a reshape that failed. It writes the files of
 the tests and checks this reader there.
+
+Whatever has been read and converted is dropped from the map again: the system keeps the file in its cache, but it
+no longer counts as this process's memory beside the copy that was made.
 """
 
 import difflib
+import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +19,7 @@ import numpy as np
 from nanokit.errors import ModelFileError
 from nanokit.gguf.header import TensorInfo
 from nanokit.gguf.shards import read_shards
-from nanokit.quant.formats import dequantize
+from nanokit.quant.formats import FORMATS, QTensor, dequantize
 
 __all__ = ["GGUFFile", "TensorInfo"]
 
@@ -34,7 +38,7 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     alignment: int
-    _data: dict[Path, np.ndarray] = field(repr=False)
+    _maps: dict[Path, mmap.mmap] = field(repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -51,7 +55,7 @@ class GGUFFile:
             metadata=headers[0].metadata,
             tensors={name: info for header in headers for name, info in header.tensors.items()},
             alignment=headers[0].alignment,
-            _data={header.path: header.data for header in headers},
+            _maps={header.path: header.mapped for header in headers},
         )
 
     def info(self, name: str) -> TensorInfo:
@@ -68,7 +72,7 @@ class GGUFFile:
     def raw(self, name: str) -> np.ndarray:
         """A tensor's bytes as stored: uint8, flat, a read-only view of the map."""
         info = self.info(name)
-        return self._data[info.file][info.offset : info.offset + info.nbytes]
+        return np.frombuffer(self._maps[info.file], np.uint8)[info.offset : info.offset + info.nbytes]
 
     def tensor(self, name: str) -> np.ndarray:
         """A tensor as a new float32 array of `shape`.
@@ -76,5 +80,35 @@ class GGUFFile:
         Raises ModelFileError for a type that holds no weights and for a weight that is not finite.
         """
         info = self.info(name)
-        label = f"{info.file}: tensor {name!r}"
-        return dequantize(self.raw(name), info.type, info.shape, name=label, check_finite=True)
+        values = dequantize(self.raw(name), info.type, info.shape, name=_label(info), check_finite=True)
+        self._drop(info)
+        return values
+
+    def quantized(self, name: str) -> QTensor | None:
+        """A tensor's codes, scales and minimums as stored, or None for a type that has none.
+
+        Raises ModelFileError, as `tensor` does, for a weight that is not finite.
+        """
+        info = self.info(name)
+        if info.type not in FORMATS or not FORMATS[info.type].has_codes:
+            return None
+        raw = self.raw(name)
+        codes = FORMATS[info.type].decode(raw, info.shape)
+        with np.errstate(over="ignore", invalid="ignore"):
+            bound = np.abs(codes.scales).max() * np.float32(128)
+            if codes.minimums is not None:
+                bound += np.abs(codes.minimums).max()
+        if not np.isfinite(bound):  # look at each weight: refused with its place, or huge and finite after all
+            dequantize(raw, info.type, info.shape, name=_label(info), check_finite=True)
+        self._drop(info)
+        return codes
+
+    def _drop(self, info: TensorInfo) -> None:
+        """Unmap the pages of a tensor; one that is touched again comes back from the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self._maps[info.file].madvise(mmap.MADV_DONTNEED, first, info.offset + info.nbytes - first)
+
+
+def _label(info: TensorInfo) -> str:
+    return f"{info.file}: tensor {info.name!r}"

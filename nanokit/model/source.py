@@ -7,10 +7,11 @@ before anything is allocated. `torch` pickles (.bin, .pt) are refused: reading o
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -21,6 +22,7 @@ from nanokit.model.config import ModelConfig, config_from_transformers
 from nanokit.model.config_gguf import config_from_gguf
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.weights import GLOBAL_NAMES, Stored, TensorSource
+from nanokit.quant.qtensor import QTensor
 
 JSON_LIMIT = 64 << 20
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -92,15 +94,33 @@ class GGUFSource:
                 do="convert the model again from its source",
             )
         self.tokenizer.pad_to(self.config.vocab_size)
-        self.stored = {name: Stored(info.shape, info.nbytes) for name, info in infos.items()}
+        self.stored = {name: Stored(info.shape, info.nbytes, info.type) for name, info in infos.items()}
 
     def tensor(self, name: str) -> Tensor:
-        tensor = torch.from_numpy(self._file.tensor(name))
-        if self.config.architecture == "llama" and ".attn_q." in name:
-            return unpermute(tensor, self.config.num_heads)
-        if self.config.architecture == "llama" and ".attn_k." in name:
-            return unpermute(tensor, self.config.num_kv_heads)
-        return tensor
+        return self._half_split(name, torch.from_numpy(self._file.tensor(name)))
+
+    def quantized(self, name: str) -> QTensor | None:
+        q = self._file.quantized(name)
+        if q is None:
+            return None
+        minimums = None if q.minimums is None else self._half_split_array(name, q.minimums)
+        return replace(
+            q,
+            codes=self._half_split_array(name, q.codes),
+            scales=self._half_split_array(name, q.scales),
+            minimums=minimums,
+        )
+
+    def _half_split_array(self, name: str, rows: np.ndarray) -> np.ndarray:
+        return self._half_split(name, torch.from_numpy(rows)).numpy()
+
+    def _half_split(self, name: str, rows: Tensor) -> Tensor:
+        """`rows` of the tensor `name` in half-split rope order, which all but llama's q and k have already."""
+        if self.config.architecture == "llama":
+            for part, heads in ((".attn_q.", self.config.num_heads), (".attn_k.", self.config.num_kv_heads)):
+                if part in name:
+                    return unpermute(rows, heads)
+        return rows
 
 
 def unpermute(weight: Tensor, heads: int) -> Tensor:
@@ -152,7 +172,8 @@ class SafetensorsSource:
                     )
                 shape = tuple(piece.get_shape())
                 self._places[name] = path
-                self.stored[name] = Stored(shape, math.prod(shape) * FLOATS[piece.get_dtype()].itemsize)
+                nbytes = math.prod(shape) * FLOATS[piece.get_dtype()].itemsize
+                self.stored[name] = Stored(shape, nbytes, piece.get_dtype())
 
     def tensor(self, name: str) -> Tensor:
         with _opened(self._places[name]) as handle:
@@ -165,6 +186,9 @@ class SafetensorsSource:
                 do="the file is corrupt or was converted with overflow: download or convert it again",
             )
         return tensor
+
+    def quantized(self, name: str) -> None:
+        """None: a checkpoint of floats. (Quantized ones are refused when their config.json is read.)"""
 
 
 def _refuse_gguf_folder(directory: Path) -> None:

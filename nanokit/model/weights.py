@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanokit.errors import ModelFileError
 from nanokit.model.config import ModelConfig
+from nanokit.quant.qtensor import QTensor
 
 # our name -> (GGUF name, transformers name); layer names get the prefix blk.{i}. or model.layers.{i}.
 GLOBAL_NAMES = {
@@ -44,9 +45,19 @@ class Matrix:
     shape: tuple[int, ...]
     source: "TensorSource" = field(repr=False)
 
+    @property
+    def type(self) -> str:
+        """What it is stored as, by the file format's own name: "Q4_1", "F32", "BF16"."""
+        return self.source.stored[self.name].type
+
     def dense(self) -> Tensor:
         """Read it, in fp32. Raises ModelFileError when it holds infinities or NaN."""
         return self.source.tensor(self.name)
+
+    def quantized(self) -> QTensor | None:
+        """Read it as codes, scales and minimums, nothing rounded again; None where it is stored without them. Raises
+        ModelFileError as `dense` does."""
+        return self.source.quantized(self.name)
 
 
 class Linear(NamedTuple):
@@ -85,10 +96,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape, and the bytes that it takes there."""
+    """A tensor in a file: its shape, the bytes that it takes there, and what they are ("Q4_1", "F32", "BF16")."""
 
     shape: tuple[int, ...]
     nbytes: int
+    type: str
 
 
 class TensorSource(Protocol):
@@ -103,6 +115,10 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """The tensor in fp32, rows and columns as torch has them. Raises ModelFileError unless all of it is finite."""
+        ...
+
+    def quantized(self, name: str) -> QTensor | None:
+        """The tensor as codes, in the same order of rows; None where it is stored without them."""
         ...
 
 
