@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from nanokit.errors import ParameterError
+from nanokit.kernels import selection
 from nanokit.kernels.activations import MODES, check_columns, checked_peaks, note_peak, quantize
 from nanokit.kernels.paged import Pages, read_kv, write_kv
 
@@ -126,6 +127,8 @@ class Bound:
     peaks: of static activations, fp32 [4 * layers + 1] (`activations.place_name` says of what); None before
     `calibrate`, and in the other modes.
     """
+
+    selection = selection  # the questions about logits that `FullHead` asks
 
     def __init__(self, config: "ModelConfig", weights: "Weights", resident: bool, activations: str) -> None:
         _check_columns(weights, activations)

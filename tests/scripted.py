@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from dense_head import dense_head
 from torch import Tensor
 
 from nanokit.engine.config import EngineConfig
@@ -19,7 +20,6 @@ from nanokit.engine.request import Chunk, Completion
 from nanokit.engine.sampling import Sampling
 from nanokit.kv.prefix import HashFunction, chained_hash
 from nanokit.model.batch import Batch
-from nanokit.model.head import FullHead
 
 VOCAB = 40
 EOS = (38, 39)
@@ -47,7 +47,7 @@ class ScriptedModel:
 
     def __init__(self, logits=next_logits) -> None:
         self.vocab_size = VOCAB
-        self.head = FullHead(torch.eye(VOCAB))
+        self.head = dense_head(torch.eye(VOCAB))
         self.logits = logits
         self.computed = 0  # tokens ever run
         self.batches: list[Batch] = []

@@ -16,7 +16,13 @@ tokens:
 
 `stream` separates uses that must be independent of each other at the same position. Rejected: numpy's own
 Philox bit generator, which is 64 bits wide and must be re-seeded, for every (row, position).
+
+This file says what the noise is, to the bit. Kernels that compute it faster and nearly (kernels/cpu/c/draw.c) leave
+a few tokens that can win, and ask here for theirs.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +73,27 @@ def gumbel_all(seed: int, position: int, vocab_size: int, stream: int = SAMPLING
 
 def gumbel_of(seed: int, position: int, tokens: NDArray[np.int64], stream: int = SAMPLING) -> NDArray[np.float32]:
     """The entries of `gumbel_all` for the given token ids, computed alone: float32 [len(tokens)]."""
+    size = int(tokens.max(initial=-1)) + 1
+    if 4 * len(tokens) > size:  # most of a vocabulary: a block of four costs as much as one of its tokens
+        return gumbel_all(seed, position, size, stream)[tokens]
     ids = tokens.astype(np.uint64)
     words = _blocks(seed, position, ids >> np.uint64(2), stream)
     return _gumbel(words[(ids & np.uint64(3)).astype(np.intp), np.arange(len(ids))])
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of a step's rows, as heads and verifiers take it (`nanokit.model.head.Noise`): one (seed, position) a
+    row."""
+
+    seeds: Sequence[int]
+    positions: Sequence[int]
+    stream: int = SAMPLING
+
+    def key(self, row: int) -> tuple[int, int, int]:
+        """seed, position and stream of a row."""
+        return self.seeds[row], self.positions[row], self.stream
+
+    def of(self, row: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Noise of these tokens in a row, float32 [len(ids)]."""
+        return gumbel_of(self.seeds[row], self.positions[row], ids, self.stream)

@@ -1,37 +1,39 @@
-"""Drawing the next token of every row, asking the head for no more than each row needs.
+"""Drawing the next token of every row, asking the head for no more than the rows need.
 
-    greedy                      head.argmax                          nothing leaves the head but one id
-    temperature alone           head.gumbel(noise)                   one id as well
-    top-k, top-p or min-p       head.logits, filter, Gumbel-argmax   the row's logits leave the head
+    all greedy                  head.argmax                          nothing leaves the head but one id a row
+    all temperature alone       head.gumbel(noise)                   one id as well
+    others                      head.logits, filter, Gumbel-argmax   once for all rows: weights are read once
 
 Every draw is argmax over the kept tokens of logits / T + gumbel(seed, position, token), so a row's token
 depends on its own logits, seed and position only, and turning a filter on changes the token only if it drops
 the winner. Order as in transformers: repetition penalty and masks (edits of the head), temperature, top-k,
 top-p, min-p.
 
-Filters work on a few of the largest logits, found by `topk`, and widen only when those do not carry enough
-probability: a full sort of 49,152 logits costs more than the rest of a step. Logits are fp32; probabilities
-and their sums are float64. Rejected: filtering by setting dropped logits to -inf in place (it keeps ties
-beyond k, and the noise of all tokens would be needed).
+Filters work on a few of the largest logits and widen only when those do not carry enough probability: a full
+sort of 49,152 logits costs more than the rest of a step. Logits are fp32; probabilities and their sums are
+float64. Passes over the vocabulary (the largest few, the sum of all weights, the noise) are the head's backend's
+(`Selection`); what is decided on a few is decided here, in numpy, alike for every backend. Rejected: filtering by
+setting dropped logits to -inf in place (it keeps ties beyond k, and the noise of all tokens would be needed).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanokit.engine.noise import gumbel_all, gumbel_of
+from nanokit.engine.noise import Noise
 from nanokit.engine.sampling import Sampling
 from nanokit.errors import NanokitError
-from nanokit.model.head import Edit, Head
+from nanokit.model.head import Edit, Edits, Head, Selection, gumbel_argmax
 
 # A sum of fp32-rounded probabilities that misses top_p by less than this has reached it: with (.5, .3, .2)
-# and .8 two are kept, although .5 + .3 comes out a little below .8.
+# and .8 two are kept, although .5 + .3 comes out a little below .8. A backend's sum of all weights may be off by
+# 1e-9 of itself: a thousandth of this, so it cannot undo that.
 TOP_P_SLACK = 1e-6
-FIRST_LOOK = 64  # candidates that top-p looks at before it widens; usually enough, and as cheap to find as one
+FIRST_LOOK = 64  # candidates that filters look at before they widen; usually enough, and as cheap to find as one
 WIDEN = 8
 
 
@@ -45,88 +47,32 @@ class Row:
     edit: Edit | None
 
 
-def largest(logits: Tensor, count: int) -> NDArray[np.int64]:
-    """Ids of the `count` largest logits, largest first, among equals the lowest id first. logits: [V], no
-    NaN.
-
-    `torch.topk` alone picks any of several equal ones at the edge.
-    """
-    values = logits.numpy()
-    if count >= len(values):
-        return np.argsort(-values, kind="stable")
-    edge = torch.topk(logits, count, sorted=True).values[-1].item()
-    above = np.flatnonzero(values > edge)
-    equal = np.flatnonzero(values == edge)[: count - len(above)]
-    ids = np.concatenate([above, equal])
-    return ids[np.lexsort((ids, -values[ids]))]
-
-
-def kept(logits: Tensor, sampling: Sampling) -> NDArray[np.int64]:
+def kept(logits: Tensor, sampling: Sampling, selection: Selection) -> NDArray[np.int64]:
     """Ids that top-k, top-p and min-p leave, in ascending order: never none, and none whose logit is -inf.
 
-    logits: fp32 [V] on the CPU, edits applied, at least one finite.
+    logits: fp32 [V] on the CPU, edits applied, one that can be drawn from.
     """
-    vocab_size = len(logits)
-    values = logits.numpy()
-    top = float(values.max())
-
-    def weights(ids: NDArray[np.int64] | slice) -> NDArray[np.float64]:
-        """exp((logit - max) / T): probabilities up to their normaliser."""
-        scaled: NDArray[np.float64] = np.exp((values[ids].astype(np.float64) - top) / sampling.temperature)
-        return scaled
-
-    needed = sampling.top_p - TOP_P_SLACK
-    if 0 < sampling.top_k < vocab_size:
-        ids = largest(logits, sampling.top_k)
-        mass = weights(ids)
-        total = mass.sum()
-    elif sampling.top_p < 1.0:
-        total = weights(slice(None)).sum()
-        ids = largest(logits, FIRST_LOOK)
-        mass = weights(ids)
-        while len(ids) < vocab_size and mass.sum() < needed * total:
-            ids = largest(logits, len(ids) * WIDEN)
-            mass = weights(ids)
-    else:
-        ids = np.arange(vocab_size)
-        mass = weights(ids)
-        total = mass.sum()
-    if sampling.top_p < 1.0:
-        end = int(np.searchsorted(np.cumsum(mass), needed * total)) + 1  # first place where the sum has reached it
-        ids, mass = ids[:end], mass[:end]
-    keep = (mass >= sampling.min_p) & (values[ids] > -np.inf)
+    values, vocab_size = logits.numpy(), len(logits)
+    top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
+    nucleus = sampling.top_p < 1.0
+    total = selection.mass(logits, sampling.temperature) if nucleus and not top_k else 0.0
+    count = top_k or min(FIRST_LOOK, vocab_size)
+    while True:
+        ids = selection.largest(logits, count)
+        looked_at = values[ids]
+        # exp((logit - max) / T): probabilities up to their normaliser
+        mass = np.exp((looked_at.astype(np.float64) - looked_at[0]) / sampling.temperature)
+        if top_k:
+            total = mass.sum()
+        needed = (sampling.top_p - TOP_P_SLACK) * total
+        if top_k or count == vocab_size or mass[-1] < sampling.min_p or (nucleus and mass.sum() >= needed):
+            break
+        count = min(count * WIDEN, vocab_size)
+    keep = (mass >= sampling.min_p) & (looked_at > -np.inf)
+    if nucleus:
+        end = int(np.searchsorted(np.cumsum(mass), needed)) + 1  # first place where the sum has reached it
+        keep[end:] = False
     return np.sort(ids[keep])
-
-
-def filtered_draw(logits: Tensor, row: Row) -> int:
-    """The token of one row whose sampling filters. logits: fp32 [V], edits applied. Raises NanokitError."""
-    logits = logits.float().cpu()
-    top = logits.max().item()  # NaN if any is
-    if top == -np.inf:
-        raise _all_masked(row)
-    if not np.isfinite(top):
-        raise _not_finite(row)
-    ids = kept(logits, row.sampling)
-    scores = logits.numpy()[ids] / np.float32(row.sampling.temperature)
-    return int(ids[np.argmax(scores + gumbel_of(row.seed, row.position, ids))])
-
-
-def _not_finite(row: Row) -> NanokitError:
-    return NanokitError(
-        f"the model's output at position {row.position} is not a number",
-        found="NaN or infinity in the hidden state or logits",
-        needed="finite values",
-        do="check the model file, and the activation mode if it is not fp32",
-    )
-
-
-def _all_masked(row: Row) -> NanokitError:
-    return NanokitError(
-        f"no token is left to draw at position {row.position}",
-        found="every logit is minus infinity",
-        needed="at least one token that is not suppressed",
-        do="shorten `suppress`",
-    )
 
 
 def draw(head: Head, hidden: Tensor, rows: Sequence[Row]) -> list[int | NanokitError]:
@@ -134,50 +80,51 @@ def draw(head: Head, hidden: Tensor, rows: Sequence[Row]) -> list[int | NanokitE
 
     hidden: [len(rows), hidden_size]. A row that fails does not fail its neighbours.
     """
-    results: list[int | NanokitError | None] = [None] * len(rows)
-    finite = torch.isfinite(hidden).all(dim=-1).tolist()
-    greedy, pure, filtered = [], [], []
-    for index, row in enumerate(rows):
-        if not finite[index]:
-            results[index] = _not_finite(row)
-        elif row.sampling.is_greedy:
-            greedy.append(index)
-        elif row.sampling.is_filtered:
-            filtered.append(index)
-        else:
-            pure.append(index)
+    finite = [math.isfinite(peak) for peak in hidden.abs().amax(dim=-1).tolist()]  # the largest is NaN if any is
+    if all(finite):
+        tokens = iter(_tokens(head, hidden, rows))
+    else:
+        sound = [index for index, fine in enumerate(finite) if fine]
+        tokens = iter(_tokens(head, hidden[sound], [rows[index] for index in sound]))
+    drawn = [next(tokens) if fine else -1 for fine in finite]
+    pairs = zip(drawn, rows, strict=True)
+    return [token if token >= 0 else _undrawable(row, head.vocab_size) for token, row in pairs]
 
-    def edits(indices: list[int]) -> list[Edit | None] | None:
-        found = [rows[index].edit for index in indices]
-        return found if any(found) else None
 
-    def store(indices: list[int], ids: Tensor) -> None:
-        for index, token in zip(indices, ids.tolist(), strict=True):
-            results[index] = token
+def _tokens(head: Head, hidden: Tensor, rows: Sequence[Row]) -> list[int]:
+    """The token of every row; -1 where none can be drawn. hidden: finite."""
+    if not rows:
+        return []
+    edits: Edits | None = [row.edit for row in rows] if any(row.edit for row in rows) else None
+    if all(row.sampling.is_greedy for row in rows):
+        tokens: list[int] = head.argmax(hidden, edits).tolist()
+        return tokens
+    noise = Noise([row.seed for row in rows], [row.position for row in rows])
+    if not any(row.sampling.is_greedy or row.sampling.is_filtered for row in rows):
+        tokens = head.gumbel(hidden, [row.sampling.temperature for row in rows], noise, edits).tolist()
+        return tokens
+    logits = head.logits(hidden, edits=edits)
+    return [_token(head.selection, logits[index], row, noise, index) for index, row in enumerate(rows)]
 
-    if greedy:
-        store(greedy, head.argmax(_select(hidden, greedy), edits=edits(greedy)))
-    if pure:
-        noise = np.stack([gumbel_all(rows[i].seed, rows[i].position, head.vocab_size) for i in pure])
-        temperature = torch.tensor([rows[i].sampling.temperature for i in pure], device=hidden.device)
-        store(
-            pure,
-            head.gumbel(
-                _select(hidden, pure),
-                temperature,
-                torch.from_numpy(noise).to(hidden.device),
-                edits=edits(pure),
-            ),
+
+def _token(selection: Selection, logits: Tensor, row: Row, noise: Noise, index: int) -> int:
+    if row.sampling.is_greedy or selection.argmax(logits) < 0:
+        return selection.argmax(logits)
+    ids = kept(logits, row.sampling, selection) if row.sampling.is_filtered else None
+    return gumbel_argmax(selection, logits, row.sampling.temperature, noise, index, ids)
+
+
+def _undrawable(row: Row, vocab_size: int) -> NanokitError:
+    if row.edit and len(set(row.edit.masked)) == vocab_size:
+        return NanokitError(
+            f"no token is left to draw at position {row.position}",
+            found="every logit is minus infinity",
+            needed="at least one token that is not suppressed",
+            do="shorten `suppress`",
         )
-    if filtered:
-        logits = head.logits(_select(hidden, filtered), edits=edits(filtered))
-        for index, row_logits in zip(filtered, logits, strict=True):
-            try:
-                results[index] = filtered_draw(row_logits, rows[index])
-            except NanokitError as error:
-                results[index] = error
-    return [result for result in results if result is not None]
-
-
-def _select(hidden: Tensor, indices: list[int]) -> Tensor:
-    return hidden if len(indices) == len(hidden) else hidden[indices]
+    return NanokitError(
+        f"the model's output at position {row.position} is not a number",
+        found="NaN or infinity in the hidden state or logits",
+        needed="finite values",
+        do="check the model file, and the activation mode if it is not fp32",
+    )

@@ -14,7 +14,7 @@ from nanokit.errors import ParameterError, naming
 from nanokit.kernels import reference
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig
-from nanokit.model.head import FullHead
+from nanokit.model.head import FullHead, HeadProduct
 from nanokit.model.source import ModelSource, footprint
 from nanokit.model.weights import find_weights
 
@@ -22,10 +22,8 @@ from nanokit.model.weights import find_weights
 BACKENDS: dict[str, ModuleType] = {"fp32": reference}
 
 
-class BoundModel(Protocol):
+class BoundModel(HeadProduct, Protocol):
     """What `bind(config, weights, resident)` of a backend returns."""
-
-    head_weight: tuple[Tensor, Tensor | None]  # [vocab_size, hidden_size] and a bias; the embedding where tied
 
     def plan(self, batch: Batch, pages: Any) -> Any: ...
 
@@ -48,7 +46,7 @@ class Transformer:
         with naming(source.name):
             weights = find_weights(config, source)
             self._bound: BoundModel = BACKENDS[activations].bind(config, weights, resident)
-        self.head = FullHead(*self._bound.head_weight)
+        self.head = FullHead(self._bound, config.vocab_size)
 
     def forward(self, batch: Batch, pages: Any) -> Tensor:
         """Hidden states after the final norm, [rows, hidden_size]; the keys and values of the batch's tokens are in

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from dense_head import dense_head
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -13,12 +14,19 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanokit.engine.sampler import Row, draw, kept, largest
+from nanokit.engine import sampler
+from nanokit.engine.sampler import Row, draw
 from nanokit.engine.sampling import Sampling
 from nanokit.errors import NanokitError
-from nanokit.model.head import Edit, FullHead
+from nanokit.kernels import selection
+from nanokit.kernels.selection import largest
+from nanokit.model.head import Edit
 
 NEG = -np.inf
+
+
+def kept(logits: torch.Tensor, sampling: Sampling) -> np.ndarray:
+    return sampler.kept(logits, sampling, selection)
 
 
 def logits_of(probabilities) -> torch.Tensor:
@@ -33,7 +41,7 @@ def keep(probabilities, **settings) -> list[int]:
 def draw_one(logits, sampling: Sampling, *, seed: int = 1, position: int = 3, edit: Edit | None = None):
     """One row through a head whose matrix is the identity, so that hidden states are logits."""
     logits = torch.as_tensor(logits, dtype=torch.float32)
-    return draw(FullHead(torch.eye(len(logits))), logits[None], [Row(sampling, seed, position, edit)])[0]
+    return draw(dense_head(torch.eye(len(logits))), logits[None], [Row(sampling, seed, position, edit)])[0]
 
 
 # --- what is kept ---
@@ -164,7 +172,7 @@ def test_no_token_left_is_a_clear_error():
 def test_a_row_that_is_not_finite_fails_alone(sampling, bad):
     hidden = torch.tensor([[0.0, 9.0, 0.0], [0.0, bad, 1.0]])
     rows = [Row(Sampling(), 1, 0, None), Row(sampling, 1, 0, None)]
-    good, error = draw(FullHead(torch.eye(3)), hidden, rows)
+    good, error = draw(dense_head(torch.eye(3)), hidden, rows)
     assert good == 1
     assert isinstance(error, NanokitError)
     assert "not a number" in str(error)
@@ -179,7 +187,7 @@ def test_rows_of_every_kind_draw_together_what_they_draw_alone():
         for i in range(23)
     ]
     hidden = torch.randn(23, 50)
-    head = FullHead(torch.eye(50))
+    head = dense_head(torch.eye(50))
     together = draw(head, hidden, rows)
     alone = [draw(head, hidden[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     assert together == alone
@@ -199,7 +207,7 @@ def test_the_repetition_penalty_is_transformers():
     logits = torch.tensor([2.0, -1.0, 1.5, 0.5, 3.0])
     seen = (0, 1, 4)
     expected = RepetitionPenaltyLogitsProcessor(2.5)(torch.tensor([seen]), logits[None].clone())[0]
-    got = FullHead(torch.eye(5)).logits(logits[None], edits=[Edit(seen, 2.5)])[0]
+    got = dense_head(torch.eye(5)).logits(logits[None], edits=[Edit(seen, 2.5)])[0]
     torch.testing.assert_close(got, expected)
     assert draw_one(logits, Sampling(), edit=Edit(seen, 2.5)) == int(expected.argmax()) == 2
 
@@ -225,7 +233,7 @@ def test_tokens_are_drawn_as_often_as_the_filtered_distribution_says(case, seed)
     expected = np.zeros(8)
     expected[survivors] = weight / weight.sum()
     count = 4000
-    head = FullHead(torch.eye(8))
+    head = dense_head(torch.eye(8))
     drawn = draw(head, logits.expand(count, 8), [Row(sampling, seed, i, None) for i in range(count)])
     observed = np.bincount(drawn, minlength=8)
     assert observed[expected == 0].sum() == 0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dense_head import dense_head
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanokit.model.head import Edit, FullHead
@@ -12,7 +13,7 @@ VOCAB = 50
 @pytest.fixture
 def head() -> FullHead:
     torch.manual_seed(3)
-    return FullHead(torch.randn(VOCAB, 8), torch.randn(VOCAB))
+    return dense_head(torch.randn(VOCAB, 8), torch.randn(VOCAB))
 
 
 def test_the_repetition_penalty_is_that_of_transformers(head: FullHead) -> None:
@@ -48,7 +49,7 @@ def test_logits_of_given_ids_are_columns_of_all(head: FullHead) -> None:
 
 
 def test_equal_logits_go_to_the_lowest_id() -> None:
-    head = FullHead(torch.ones(VOCAB, 4))
+    head = dense_head(torch.ones(VOCAB, 4))
     assert head.argmax(torch.ones(2, 4)).tolist() == [0, 0]
     assert head.argmax(torch.ones(1, 4), edits=[Edit(masked=(0, 1))]).tolist() == [2]
 
