@@ -100,6 +100,12 @@ def _lab(args: argparse.Namespace) -> int:
     return launch_lab(args.notebook, browser=not args.no_browser, arguments=args.arguments)
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from nanokit.lab.bench import console
+
+    return console.main(args.kind, args.options)
+
+
 # -- model, generate, chat --------------------------------------------------------------------------------------------
 
 
@@ -145,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     _add_run(commands)
     _add_runs(commands)
+    _add_bench(commands)
     lab = commands.add_parser("lab", help="open JupyterLab on the tour")
     lab.add_argument("notebook", nargs="?", default="00_tour", help="name (tour, 00_tour) or path")
     lab.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
@@ -206,6 +213,14 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     diff.add_argument("other")
     for action in (listing, show, diff):
         action.set_defaults(command=_runs)
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    bench = commands.add_parser("bench", help="measure speed against this machine's limit and other programs")
+    bench.epilog = "`nanokit bench KIND --help` lists the options of a kind."
+    bench.add_argument("kind", choices=("prefill", "decode", "batch", "verify-cost"), help="what is measured")
+    bench.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTION …", help="see `nanokit bench KIND --help`")
+    bench.set_defaults(command=_bench)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

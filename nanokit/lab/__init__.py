@@ -25,6 +25,14 @@ _HOME = {
     "TourParams": "experiments.tour",
     "TuningParams": "experiments.tuning",
     "TuningStepper": "experiments.tuning",
+    "decode": "bench.decode",
+    "DecodeParams": "bench.decode",
+    "prefill": "bench.prefill",
+    "PrefillParams": "bench.prefill",
+    "batch": "bench.batch",
+    "BatchParams": "bench.batch",
+    "verify_cost": "bench.verify_cost",
+    "VerifyCostParams": "bench.verify_cost",
 }
 
 

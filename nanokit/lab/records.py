@@ -77,7 +77,7 @@ def record(result: Result, *, notebook: str | None = None) -> None:
     if target is not None:
         if os.path.exists(target):
             raise RecordError("this run has its record already", do="put all figures into one Result")
-        write_atomically(Path(target), _dumps(part))
+        write_atomically(Path(target), dumps(part))
     else:
         started = datetime.now(UTC)
         session = os.environ.get("JPY_SESSION_NAME")
@@ -101,7 +101,7 @@ def append_record(runs: Path, line: Mapping[str, Any]) -> None:
 
     Raises RecordError when the disk is full, the folder cannot be written or the record is not JSON.
     """
-    data = _dumps({"schema": SCHEMA, **line}).encode() + b"\n"
+    data = dumps({"schema": SCHEMA, **line}).encode() + b"\n"
     path = runs / "records.jsonl"
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def find_record(runs: Path, reference: str) -> dict[str, Any]:
     )
 
 
-def _dumps(value: Mapping[str, Any]) -> str:
+def dumps(value: Mapping[str, Any]) -> str:
     """Readable JSON that is always UTF-8: half a character (of a broken file name, say) stays an escape."""
     try:
         text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)

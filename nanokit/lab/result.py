@@ -4,9 +4,10 @@ table.
 A Result is the single thing that a notebook shows, a panel draws, a test compares and a record keeps.
 
 Timing or not: a figure with a unit of time among the parts of its name (`ttft_ms`, `tok_per_s`, `read_gb_s`,
-`ms_per_token`), or one that ends in `_share` or `_speedup`, depends on the clock and may differ between two
-runs with the same parameters; every other figure, and every text, must be equal. The rule is in the name, not
-in a list beside it, so that records can be compared years later without the code that wrote them.
+`ms_per_token`), a word that only speeds have (`ratio`, `vs`, `limit`; a ratio of counts is a `rate`), or one that ends
+in `_share` or `_speedup`, depends on the clock and may differ between two runs with the same parameters; every other
+figure, and every text, must be equal. The rule is in the name, not in a list beside it, so that records can be
+compared years later without the code that wrote them.
 """
 
 import math
@@ -17,13 +18,14 @@ from nanokit.lab.params import Params
 from nanokit.lab.table import Table
 
 TIME_UNITS = frozenset({"s", "ms", "us", "ns"})
+TIME_WORDS = frozenset({"ratio", "vs", "limit"})
 TIME_RATIOS = frozenset({"share", "speedup"})
 
 
 def is_timing(name: str) -> bool:
     """True when a metric or sample of this name may differ from run to run."""
     parts = name.split("_")
-    return not TIME_UNITS.isdisjoint(parts) or parts[-1] in TIME_RATIOS
+    return not (TIME_UNITS | TIME_WORDS).isdisjoint(parts) or parts[-1] in TIME_RATIOS
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_whatever_is_json_becomes_one_strict_line(settings):
-    text = records._dumps({"settings": settings})
+    text = records.dumps({"settings": settings})
     assert "\n" not in text
 
     def refuse(name):

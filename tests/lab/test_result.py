@@ -20,6 +20,9 @@ from nanokit.lab.table import Table
         "itl_ms_p95",
         "bandwidth_share",
         "gpu_speedup",
+        "share_of_limit",
+        "ratio_to_first_at_2048",
+        "vs_transformers",
     ],
 )
 def test_a_figure_of_the_clock_is_known_by_its_name(name):
