@@ -9,7 +9,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -137,19 +136,18 @@ def gpu() -> Verdict:
 
 
 def compiler() -> Verdict:
-    """A C compiler that runs. macOS has a `cc` that only offers to install one."""
-    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
-        path = shutil.which(name)
-        if path is None:
-            continue
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=10, check=False
-        )
-        if answer.returncode == 0:
-            return ok(f"{path}: {answer.stdout.splitlines()[0] if answer.stdout else 'no version'}")
-    how = {"darwin": "xcode-select --install", "win32": "install LLVM's clang, or use WSL2"}
-    mend = how.get(sys.platform, "install gcc or clang, e.g. `apt install build-essential`")
-    return "warn", "no C compiler: the C kernels of the next release cannot be built", mend
+    """The C compiler, the variant of the kernels that it makes for this CPU, and whether they are made yet."""
+    from nanokit.kernels.cpu import build, compiler
+
+    try:
+        compiler.requested()
+        found = compiler.find_compiler()
+        variant = compiler.choose(found)
+    except compiler.NoKernelsError as error:
+        what = error.what if error.found is None else f"{error.what} ({error.found})"
+        return "warn", f"{what}: the plain torch kernels run instead, slower", error.do or "see what was found"
+    state = "compiled" if build.cached(found, variant) else "compiled at first use"
+    return ok(f"{found.command[0]}: {found.version}; {variant.name} kernels, {state}")
 
 
 def browser() -> Verdict:

@@ -180,15 +180,33 @@ def test_driver_too_old_is_quoted(monkeypatch) -> None:
 
 def test_compiler_must_run(monkeypatch, tmp_path) -> None:
     """None; one that exists and fails (macOS without its tools); one that runs; `CC` before the others."""
-    monkeypatch.delenv("CC", raising=False)
+    for name in ("CC", "NANOKIT_CPU_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert checks.compiler()[0] == "warn"
+    status, found, mend = checks.compiler()
+    assert (status, "slower" in found, "install" in mend) == ("warn", True, True)
     program(tmp_path / "cc", "exit 1")
     assert checks.compiler()[0] == "warn"
     program(tmp_path / "clang", "echo clang version 99")
-    assert checks.compiler()[:2] == ("ok", f"{tmp_path / 'clang'}: clang version 99")
+    status, found, _ = checks.compiler()
+    assert status == "ok"
+    assert found.startswith(f"{tmp_path / 'clang'}: clang version 99; portable kernels")
     monkeypatch.setenv("CC", str(program(tmp_path / "mycc", "echo mine")))
     assert "mine" in checks.compiler()[1]
+    monkeypatch.setenv("CC", str(tmp_path / "nowhere"))
+    assert "nowhere" in checks.compiler()[1]
+
+
+def test_kernels_of_the_doctor_are_those_that_run(monkeypatch, home) -> None:
+    """A variant that was asked for is the one that is named; a name that nobody knows is a failure."""
+    monkeypatch.setenv("NANOKIT_CPU_KERNELS", "portable")
+    assert "; portable kernels, compiled at first use" in checks.compiler()[1]
+    monkeypatch.setenv("NANOKIT_CPU_KERNELS", "none")
+    assert checks.compiler()[0] == "warn"
+    monkeypatch.setenv("NANOKIT_CPU_KERNELS", "fast")
+    [line] = [check for check in doctor.run() if check.name == "C compiler"]
+    assert (line.status, "'fast'" in line.found) == ("fail", True)
+    assert not home.exists()
 
 
 def test_browser_path_wins_and_is_checked(monkeypatch, tmp_path) -> None:

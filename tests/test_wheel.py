@@ -1,4 +1,4 @@
-"""A plain wheel carries notebooks and data, and its kernels under their own name only."""
+"""A plain wheel carries notebooks, data and C sources, and its kernels under their own name only."""
 
 import shutil
 import subprocess
@@ -19,6 +19,8 @@ print(paths.notebooks_dir().relative_to(paths.PACKAGE))
 print((paths.data_dir() / "texts" / "lighthouse.txt").stat().st_size > 1000)
 print(find_notebook("tour").name)
 import nanokit.kernels.reference, nanokit.lab.plots, nanokit.engine.load
+from nanokit.kernels.cpu.build import SOURCES
+print(*sorted(path.name for path in SOURCES.iterdir()), sep=",")
 print(importlib.util.find_spec("kernels"))
 """
 
@@ -44,4 +46,5 @@ def test_a_wheel_carries_what_it_needs(tmp_path: Path) -> None:
         cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["_shipped/notebooks", "True", "00_tour.ipynb", "None"]
+    sources = ",".join(sorted(path.name for path in (ROOT / "kernels" / "cpu" / "c").iterdir()))
+    assert done.stdout.split() == ["_shipped/notebooks", "True", "00_tour.ipynb", sources, "None"]
