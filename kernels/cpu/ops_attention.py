@@ -46,8 +46,8 @@ def attention(
 ) -> Tensor:
     """Normalize, rotate, store k and v in `layer` of the pages, attend: fp32 [rows, Hq, d].
 
-    q [rows, Hq, d], k, v [rows, Hk, d]: of the batch's tokens, before rotation; cos, sin [positions, d / 2]. threads: of
-    the team; cut_for: the number of threads that the work is cut for (default: the team's). Raises ParameterError.
+    q [rows, Hq, d], k, v [rows, Hk, d]: of the batch's tokens, before rotation; cos, sin [positions, d / 2]. threads:
+    of the team; cut_for: for how many threads the work is cut (default: the team's). Raises ParameterError.
     """
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]

@@ -18,9 +18,10 @@ INLINE vf load(const void *from, long i, int format) {
 
 INLINE long number_bytes(int format) { return format == KV_FP32 ? 4 : format == KV_FP16 ? 2 : 1; }
 
-/* Fetches as many bytes of what comes next as one iteration reads of what is here. */
+/* Fetches as many bytes of what comes next as one iteration reads of what is here: into the second cache, which takes
+ * more misses at a time than the first. The processor's own prefetching starts anew with each short run of a page. */
 INLINE void fetch(const char *next, long iteration, long bytes) {
-  for (long b = 0; b < bytes; b += 64) __builtin_prefetch(next + iteration * bytes + b, 0, 3);
+  for (long b = 0; b < bytes; b += 64) __builtin_prefetch(next + iteration * bytes + b, 0, 2);
 }
 
 /* dots[j][t] = q[j] . k_t for the tokens of `wide` groups of 16 from `group` on */
