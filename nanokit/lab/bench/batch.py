@@ -61,10 +61,8 @@ def batch(
 
 def _visit(session: Session, steps: int) -> Visit:
     def visit() -> Samples:
-        session.begin(steps)
-        samples = [session.step() for _ in range(steps)]
-        session.end()
-        return {f"step_ms_with_{session.sequences}": samples}
+        with session.filled(steps):
+            return {f"step_ms_with_{session.sequences}": [session.step() for _ in range(steps)]}
 
     return visit
 

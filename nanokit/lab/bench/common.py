@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from nanokit.engine.load import LoadedEngine
+from nanokit.kernels.cpu.team import thread_count
+from nanokit.lab.bench.limit import Streams
 from nanokit.lab.bench.peers import PEERS, Rival, check_installed, open_rivals
 from nanokit.lab.bench.timing import PAUSE_S, Rounds, spread
 from nanokit.lab.bench.workload import check_engine, load_for
@@ -107,7 +109,7 @@ def prepared(
         if engine is None:
             engine = load_for(source, ctx=ctx, max_seqs=max_seqs, activations=p.activations, kv_format=p.kv_format)
         check_engine(engine, ctx=ctx, max_seqs=max_seqs)
-        rivals = open_rivals(peer, Path(source).expanduser(), engine, threads_used(), ctx) if peer else []
+        rivals = open_rivals(peer, Path(source).expanduser(), engine, threads_used(engine), ctx) if peer else []
         for rival in rivals:
             closing.callback(rival.peer.close)
         budget = BUDGET_S[p.preset] * (1 + len(rivals))
@@ -121,9 +123,9 @@ def _default_model() -> str:
     return str(resolve_default())
 
 
-def threads_used() -> int:
-    """Threads that compute."""
-    return torch.get_num_threads()
+def threads_used(engine: LoadedEngine) -> int:
+    """Threads that compute: of the C kernels' team, or torch's."""
+    return thread_count() if isinstance(engine.model, Streams) else torch.get_num_threads()
 
 
 def settings(bench: Bench) -> Mapping[str, Any]:
@@ -136,6 +138,6 @@ def settings(bench: Bench) -> Mapping[str, Any]:
         "kv_blocks": sizes.num_blocks,
         "block_size": sizes.block_size,
         "token_budget": sizes.token_budget,
-        "threads": threads_used(),
+        "threads": threads_used(engine),
         "peers": [rival.peer.name for rival in bench.rivals],
     }

@@ -103,10 +103,8 @@ def _own(engine: LoadedEngine, p: DecodeParams, ctx: int, *, compared: bool) -> 
         actions[f"sampled_ms_at_{ctx}"] = _drawn(session, other)
 
     def visit() -> Samples:
-        session.begin(p.steps * (1 + sampled))
-        samples = in_turns(actions, p.steps)
-        session.end()
-        return samples
+        with session.filled(p.steps * (1 + sampled)):
+            return in_turns(actions, p.steps)
 
     return visit
 
@@ -123,11 +121,8 @@ def _disturbed(engine: LoadedEngine, p: DecodeParams) -> Visit:
     session = Session(engine, p.ctx[0])
 
     def visit() -> Samples:
-        with neighbours(p.neighbours):
-            session.begin(p.steps)
-            samples = [session.step() for _ in range(p.steps)]
-        session.end()
-        return {f"disturbed_ms_at_{p.ctx[0]}": samples}
+        with neighbours(p.neighbours), session.filled(p.steps):
+            return {f"disturbed_ms_at_{p.ctx[0]}": [session.step() for _ in range(p.steps)]}
 
     return visit
 
@@ -142,10 +137,8 @@ def _beside(engine: LoadedEngine, rival: Rival, p: DecodeParams, ctx: int) -> Vi
     session = Session(engine, ctx)
 
     def visit() -> Samples:
-        session.begin(p.steps)
-        samples = [session.step() for _ in range(p.steps)]
-        session.end()
-        return {f"beside_{rival.peer.name}_ms_at_{ctx}": samples}
+        with session.filled(p.steps):
+            return {f"beside_{rival.peer.name}_ms_at_{ctx}": [session.step() for _ in range(p.steps)]}
 
     return visit
 

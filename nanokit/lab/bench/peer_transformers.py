@@ -4,6 +4,7 @@
 length and crops it, so that only the first visit has to compute the prompt.
 """
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,27 +36,40 @@ class TransformersPeer:
                 do="leave out --peer transformers",
             ) from error
         self._model = model.eval()
+        # the argument got another name within version 5
+        known = inspect.signature(type(model).forward).parameters
+        self._argument = "cache" if "cache" in known else "past_key_values"
         self._caches: dict[tuple[int, ...], tuple[Any, torch.Tensor]] = {}
         self._cache: Any = None
         self._last = torch.zeros(1, 1, dtype=torch.int64)
 
     def prefill(self, ids: Sequence[int]) -> None:
-        self._forward(torch.tensor([list(ids)]), None)
+        self._prompt(ids)
 
     def begin(self, ids: Sequence[int]) -> None:
         key = tuple(ids)
         if key not in self._caches:
-            self._caches[key] = self._forward(torch.tensor([list(ids)]), None)
+            self._caches[key] = self._prompt(ids)
         self._cache, self._last = self._caches[key]
-        self._cache.crop(len(key))
+        surplus = self._cache.get_seq_length() - len(key)
+        if surplus:
+            self._cache.crop(-surplus)
 
     def step(self) -> None:
-        self._cache, self._last = self._forward(self._last, self._cache)
+        self._last = self._forward(self._last, self._cache)
 
-    def _forward(self, ids: torch.Tensor, cache: Any) -> tuple[Any, torch.Tensor]:
+    def _prompt(self, ids: Sequence[int]) -> tuple[Any, torch.Tensor]:
+        """The cache of a prompt and its next id."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        return cache, self._forward(torch.tensor([list(ids)]), cache)
+
+    def _forward(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """The next id [1, 1]; the cache grows by ids."""
         with torch.inference_mode():
-            out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return out.past_key_values, out.logits[:, -1].argmax(dim=-1, keepdim=True)
+            out = self._model(ids, **{self._argument: cache}, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(dim=-1, keepdim=True)
 
     def close(self) -> None:
         self._caches.clear()

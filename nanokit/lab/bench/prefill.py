@@ -74,14 +74,9 @@ def _visits(bench: Bench, p: PrefillParams) -> dict[str, Visit]:
 def _own(engine: LoadedEngine, ids: Sequence[int], series: str) -> Visit:
     once = replace(GREEDY, max_tokens=1)
 
-    def compute(prompt: Sequence[int]) -> None:
-        engine.add(prompt, once)
-        while engine.has_work:
-            engine.step()
-
     def visit() -> Samples:
-        compute(ids[:SHORT])
-        return {series: [milliseconds(lambda: compute(ids))]}
+        engine.generate([ids[:SHORT]], once)
+        return {series: [milliseconds(lambda: engine.generate([ids], once))]}
 
     return visit
 

@@ -87,6 +87,8 @@ def verify_cost(
     ) as bench:
         contexts = [Context(bench.engine, ctx, most) for ctx in p.ctx]
         try:
+            for context in contexts:
+                context.fill()
             turns = bench.rounds.run({f"ctx {c.length}": _visit(c, p) for c in contexts})
         finally:
             for context in contexts:
@@ -104,8 +106,12 @@ class Context:
         self._ids = prompt_ids(engine, length + most)
         size = engine.config.block_size
         self._blocks = [engine.pool.allocate() for _ in range(-(-(length + most) // size))]
-        for start in range(0, length, engine.config.token_budget):
-            self._forward(start, min(engine.config.token_budget, length - start))
+
+    def fill(self) -> None:
+        """Compute the context."""
+        most = self.engine.config.token_budget
+        for start in range(0, self.length, most):
+            self._forward(start, min(most, self.length - start))
 
     def _forward(self, start: int, rows: int) -> torch.Tensor:
         end = start + rows
@@ -118,6 +124,7 @@ class Context:
             self.engine.model.head.argmax(self._forward(self.length, rows))
 
     def close(self) -> None:
+        """Give the blocks back."""
         self.engine.pool.release(self._blocks)
 
 

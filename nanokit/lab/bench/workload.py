@@ -7,6 +7,8 @@ text: there is no prefix cache, so it is computed again. Rejected: rewinding a r
 scheduler), and one long request whose context drifts away from its label.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,26 +74,32 @@ def check_engine(engine: Engine, *, ctx: int, max_seqs: int) -> None:
 
 @dataclass
 class Session:
-    """Sequences of one engine at a context length; `begin`, then as many `step`s as were announced."""
+    """Sequences of one engine at a context length: `with session.filled(steps):` and then as many `step`s."""
 
     engine: Engine
     ctx: int
     sequences: int = 1
     requests: tuple[int, ...] = ()
 
-    def begin(self, steps: int) -> None:
-        """Fill the contexts (see `start_of`) and warm up."""
-        self.end()
+    @contextmanager
+    def filled(self, steps: int) -> Iterator[None]:
+        """Fill the contexts (see `start_of`) and warm up; give the blocks back at the end, whatever happens."""
         start = start_of(self.ctx, steps)
         sampling = replace(GREEDY, max_tokens=steps + WARM + ROOM)
-        self.requests = tuple(
-            self.engine.add(prompt_ids(self.engine, start, index), sampling) for index in range(self.sequences)
-        )
-        pending = set(self.requests)
-        while pending:  # the step that ends a prompt also draws its first token
-            pending -= {chunk.request_id for chunk in self.engine.step()}
-        for _ in range(WARM):
-            self.engine.step()
+        try:
+            for index in range(self.sequences):
+                self.requests += (self.engine.add(prompt_ids(self.engine, start, index), sampling),)
+            pending = set(self.requests)
+            while pending:  # the step that ends a prompt also draws its first token
+                pending -= {chunk.request_id for chunk in self.engine.step()}
+            for _ in range(WARM):
+                self.engine.step()
+            yield
+        finally:
+            for request in self.requests:
+                self.engine.abort(request)
+            self.requests = ()
+            self.engine.step()  # takes the last chunks out
 
     def step(self) -> float:
         """Milliseconds of one `engine.step()`: scheduler, forward, head, sampler, text."""
@@ -113,10 +121,3 @@ class Session:
                 self.engine.model.head.argmax(self.engine.model.forward(batch, self.engine.kv))
 
         return milliseconds(compute)
-
-    def end(self) -> None:
-        """Give the blocks back."""
-        for request in self.requests:
-            self.engine.abort(request)
-        self.requests = ()
-        self.engine.step()  # takes the last chunks out
