@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanokit.engine.noise import gumbel_all, gumbel_of, philox4x32
+from nanokit.engine.noise import Noise, gumbel_all, gumbel_of, philox4x32
 
 # Random123 1.14, tests/kat_vectors: philox4x32 10: counter, key, expected.
 KNOWN = [
@@ -38,6 +38,9 @@ def test_noise_of_a_few_tokens_is_the_noise_of_all(seed, position, tokens):
     """A filtered draw asks for survivors only, a verifier for one token: each must see the same number."""
     ids = np.array(tokens)
     assert (gumbel_of(seed, position, ids) == gumbel_all(seed, position, 999)[ids]).all()
+    noise = Noise([5, seed], [6, position])
+    assert (noise.of(1, ids) == gumbel_of(*noise.key(1)[:2], ids)).all()
+    assert noise.key(1) == (seed, position, 0)
 
 
 def test_every_part_of_the_key_matters():

@@ -162,9 +162,34 @@ def test_no_token_left_is_a_clear_error():
     error = draw_one([NEG] * 3, Sampling(temperature=1.0, top_p=0.5), edit=None)
     assert isinstance(error, NanokitError)
     edit = Edit(masked=(0, 1, 2))
-    error = draw_one([0.0] * 3, Sampling(temperature=1.0, top_p=0.5), edit=edit)
+    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5)):
+        error = draw_one([0.0] * 3, sampling, edit=edit)
+        assert isinstance(error, NanokitError)
+        assert "suppress" in str(error)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}])
+def test_logits_that_overflow_fail_their_row_alone(sampling):
+    """The hidden state is finite, the product is not."""
+    head = dense_head(torch.eye(3) * 1e38)
+    rows = [Row(Sampling(temperature=1.0, **sampling), 1, 0, None)] * 2
+    good, error = draw(head, torch.tensor([[0.0, 1e-30, 0.0], [0.0, 1.0, 10.0]]), rows)
+    assert good == 1
     assert isinstance(error, NanokitError)
-    assert "suppress" in str(error)
+    assert "not a number" in str(error)
+
+
+def test_a_step_asks_the_head_once(monkeypatch):
+    """Rows of several kinds: the head matrix is a third of what a step reads."""
+    head, asked = dense_head(torch.eye(5)), []
+    for name in ("logits", "argmax"):
+        real = getattr(head._product, name)
+        monkeypatch.setattr(head._product, name, lambda *a, name=name, real=real: asked.append(name) or real(*a))
+    kinds = [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}]
+    draw(head, torch.rand(3, 5), [Row(Sampling(**kind), 1, 0, None) for kind in kinds])
+    assert asked == ["logits"]
+    draw(head, torch.rand(2, 5), [Row(Sampling(), 1, 0, None)] * 2)
+    assert asked == ["logits", "argmax", "logits"]  # Dense.argmax itself asks for logits
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.5)])

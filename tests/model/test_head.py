@@ -1,10 +1,12 @@
 """The head's questions and edits, against transformers and against plain arithmetic over all logits."""
 
+import numpy as np
 import pytest
 import torch
 from dense_head import dense_head
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from nanokit.engine.noise import Noise, gumbel_all
 from nanokit.model.head import Edit, FullHead
 
 VOCAB = 50
@@ -63,3 +65,29 @@ def test_probabilities_against_fp64(head: FullHead) -> None:
     expected = wide.log_softmax(-1).sort(dim=-1, descending=True)
     assert torch.equal(ids, expected.indices[:, :5])
     torch.testing.assert_close(logprobs.double(), expected.values[:, :5], rtol=1e-5, atol=1e-5)
+
+
+def test_a_draw_is_the_argmax_with_the_noise_of_its_own_row(head: FullHead) -> None:
+    """Noise by row: a draw with a neighbour's seed or position would still look random."""
+    hidden, temperatures = torch.randn(4, 8), [0.3, 1.0, 1.0, 7.0]
+    edits = [None, Edit(masked=tuple(range(40))), None, Edit(penalized=(1,), penalty=3.0)]
+    logits = head.logits(hidden, edits=edits).numpy()
+    drawn = set()
+    for start in range(50):
+        seeds, positions = [start, start, 2**64 - 1 - start, 5], [3, 4, 5, start + 2**33]
+        expected = [
+            int((row / np.float32(t) + gumbel_all(seed, position, VOCAB)).argmax())
+            for row, t, seed, position in zip(logits, temperatures, seeds, positions, strict=True)
+        ]
+        assert head.gumbel(hidden, temperatures, Noise(seeds, positions), edits).tolist() == expected
+        drawn.update(expected)
+    assert len(drawn) > 20
+
+
+def test_a_row_without_a_drawable_token_is_minus_one_and_alone(head: FullHead) -> None:
+    """A caller that took any id would draw a token that is masked."""
+    edits = [None, Edit(masked=tuple(range(VOCAB)))]
+    hidden = torch.randn(2, 8)
+    best = int(head.argmax(hidden)[0])
+    assert head.argmax(hidden, edits).tolist() == [best, -1]
+    assert [int(x) >= 0 for x in head.gumbel(hidden, [1.0, 1.0], Noise([1, 2], [3, 4]), edits)] == [True, False]
