@@ -21,7 +21,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from nanokit.errors import ParameterError
 from nanokit.kernels import selection
-from nanokit.kernels.activations import MODES, check_columns, checked_peaks, note_peak, quantize
+from nanokit.kernels.activations import MODES, check_columns, checked_peaks, not_calibrated, note_peak, quantize
 from nanokit.kernels.paged import Pages, read_kv, write_kv
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Bound:
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim)
         head = weights.head
         bias = None if head is None or head.bias is None else head.bias.dense()
-        self.head_weight = (self._embedding if head is None else head.weight.dense(), bias)
+        self._head_weight = (self._embedding if head is None else head.weight.dense(), bias)
         self.peaks: Tensor | None = None
 
     def calibrate(self, peaks: Tensor) -> None:
@@ -193,7 +193,7 @@ class Bound:
     def logits(self, hidden: Tensor, ids: Tensor | None = None, peaks: Tensor | None = None) -> Tensor:
         """Logits of all ids [rows, vocab_size], or of the given ids [rows, len(ids)], fp32. hidden: as `run` gives it.
         peaks: as in `run`."""
-        weight, bias = self.head_weight
+        weight, bias = self._head_weight
         if ids is not None:
             weight, bias = weight[ids], None if bias is None else bias[ids]
         return linear(self._seen(hidden.float(), 4 * len(self._layers), peaks), weight, bias)
@@ -201,6 +201,18 @@ class Bound:
     def argmax(self, hidden: Tensor) -> Tensor:
         """The id of the largest logit, int64 [rows]; among equals the lowest id."""
         return self.logits(hidden).argmax(dim=-1)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that one decoded token reads, in fp32; in a mapped model, too, which widens them first."""
+        return self._bytes_per_token
+
+    def stream(self) -> float:
+        """Seconds to read as many bytes by torch's threads: a sum over one buffer of that size."""
+        words = torch.ones(self._bytes_per_token // 4)
+        started = time.perf_counter()
+        words.sum()
+        return time.perf_counter() - started
 
     def _seen(self, x: Tensor, place: int, peaks: Tensor | None) -> Tensor:
         """What the next product sees of its input x [rows, cols]."""
@@ -212,12 +224,7 @@ class Bound:
         if self._mode != "static":
             return quantize(x, self._mode).dequantize()
         if self.peaks is None:
-            raise ParameterError(
-                "static activations have not been calibrated",
-                found="no peaks",
-                needed="the largest magnitude at each place, from a text",
-                do="note them with run(plan, peaks) and logits(hidden, peaks=peaks), then call calibrate(peaks)",
-            )
+            raise not_calibrated()
         return quantize(x, "static", self.peaks[place]).dequantize()
 
     def _attend(self, layer: Layer, index: int, x: Tensor, plan: Plan) -> Tensor:
