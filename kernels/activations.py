@@ -128,3 +128,13 @@ def checked_peaks(peaks: Tensor, layers: int) -> Tensor:
                 do="calibrate with a text that runs through the whole model",
             )
     return peaks
+
+
+def not_calibrated() -> ParameterError:
+    """The error of static activations without peaks."""
+    return ParameterError(
+        "static activations have not been calibrated",
+        found="no peaks",
+        needed="the largest magnitude at each place, from a text",
+        do="note them with run(plan, peaks) and logits(hidden, peaks=peaks), then call calibrate(peaks)",
+    )

@@ -11,6 +11,7 @@ Embedding, norms, rope, attention and the gate stay in fp32.
 Shapes: n rows (tokens of all sequences of the step, flattened), Hq query heads, Hk key/value heads, d per head.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -93,10 +94,11 @@ class Resident:
     """weight and bias of a linear layer in memory, fp32."""
 
     def __init__(self, layer: "Linear") -> None:
-        self._pair = layer.weight.dense(), None if layer.bias is None else layer.bias.dense()
+        self.weight = layer.weight.dense()
+        self._bias = None if layer.bias is None else layer.bias.dense()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, *self._pair)
+        return linear(x, self.weight, self._bias)
 
 
 class Mapped:
@@ -119,6 +121,7 @@ class Layer:
         self.k_norm = weights.k_norm.dense() if weights.k_norm else None
         self.q, self.k, self.v, self.o = keep(weights.q), keep(weights.k), keep(weights.v), keep(weights.o)
         self.gate, self.up, self.down = keep(weights.gate), keep(weights.up), keep(weights.down)
+        self.linears = (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)
 
 
 class Bound:
@@ -204,15 +207,19 @@ class Bound:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of weights that one decoded token reads, in fp32; in a mapped model, too, which widens them first."""
-        return self._bytes_per_token
+        """Bytes of weights in memory that one decoded token reads, in fp32 (layers left in their file are not)."""
+        return sum(weight.nbytes for weight in self._streamed())
 
     def stream(self) -> float:
-        """Seconds to read as many bytes by torch's threads: a sum over one buffer of that size."""
-        words = torch.ones(self._bytes_per_token // 4)
+        """Seconds to read those weights once and only add them up, by torch's threads."""
         started = time.perf_counter()
-        words.sum()
+        for weight in self._streamed():
+            weight.sum()
         return time.perf_counter() - started
+
+    def _streamed(self) -> list[Tensor]:
+        layers = [x.weight for layer in self._layers for x in layer.linears if isinstance(x, Resident)]
+        return [*layers, self._head_weight[0]]
 
     def _seen(self, x: Tensor, place: int, peaks: Tensor | None) -> Tensor:
         """What the next product sees of its input x [rows, cols]."""
