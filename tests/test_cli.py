@@ -105,7 +105,7 @@ TYPED_WRONG = {
     "no penalty": (["--repetition-penalty", "0"], "repetition_penalty", "0"),
     "empty stop": (["--stop", ""], "stop"),
     "seed": (["--seed", "-1"], "seed"),
-    "kv format": (["--kv-format", "fp8"], "kv_format", "fp8", "fp32 or fp16"),
+    "kv format": (["--kv-format", "fp8"], "kv_format", "fp8", "fp32, fp16, int8"),
     "activations": (["--activations", "int3"], "activation", "int3", "fp32"),
     "ctx too long": (["--ctx", "100000"], "ctx", "100000", "2 to 512", "--force"),
     "no ctx": (["--ctx", "0"], "ctx", "found: 0"),

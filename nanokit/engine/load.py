@@ -13,11 +13,15 @@ from nanokit.engine.settings import checked_call
 from nanokit.errors import ParameterError
 from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
 from nanokit.model import memory
+from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig, override_rope
 from nanokit.model.load import open_model
-from nanokit.model.source import ModelSource, footprint
-from nanokit.model.transformer import Transformer, check_activations
+from nanokit.model.tokenizer import Tokenizer
+from nanokit.model.transformer import OpenedModel, Transformer
+from nanokit.paths import data_dir
 
+CALIBRATION_TEXT = "texts/lighthouse.txt"
+CALIBRATION_TOKENS = 512
 DEFAULT_CTX = 8192
 DEFAULT_KV_MEMORY = 1 << 30
 
@@ -44,8 +48,8 @@ def load(
     max_seqs: int = 16,
     token_budget: int = 512,
     prefix_cache: bool = True,
-    kv_format: str = "fp32",
-    activations: str = "fp32",
+    kv_format: str | None = None,
+    activations: str | None = None,
     rope_freq_base: float | None = None,
     rope_freq_scale: float | None = None,
     force: bool = False,
@@ -57,24 +61,27 @@ def load(
     ctx: longest prompt + answer in tokens (the model's own, at most 8,192, if None). kv_memory: bytes or "2GiB" for
     KV pages (if None, room for max_seqs sequences of ctx tokens up to 1 GiB, and for at least one). max_seqs:
     sequences that run at once. token_budget: tokens computed a step. prefix_cache: reuse pages of equal prompt
-    beginnings. kv_format: "fp32" or "fp16" pages. activations: "fp32" computes as transformers does.
-    rope_freq_base, rope_freq_scale: override the model's own values (or supply a base that a file lacks), with `force`
-    only; `force` also allows a ctx
-    beyond what the model was trained for. mapped: leave the layers' weights in their file and widen them again in
-    every step; None does so, with a warning, only when they do not fit into memory.
+    beginnings. kv_format: "fp32", "fp16" or "int8" pages; None is fp16, and fp32 where activations are fp32.
+    activations: how the inputs of products are kept, one of kernels.activations.MODES; None is a8g32 in the C kernels,
+    and fp32, which computes as transformers does, where they cannot run the model. "static" is calibrated on a text of
+    the kit's own. rope_freq_base, rope_freq_scale: override the model's own values (or supply a base that a file
+    lacks), with `force` only; `force` also allows a ctx beyond what the model was trained for. mapped: leave the
+    layers' weights in their file and widen them again in every step; None does so, with a warning, only when they do
+    not fit into memory.
 
     Raises ModelFileError, TokenizerError, MemoryBudgetError, ParameterError, FetchError.
     """
-    check_activations(activations)
-    if kv_format not in DTYPES:
-        raise ParameterError("unknown kv_format", found=repr(kv_format), needed=" or ".join(DTYPES))
+    if kv_format is not None and kv_format not in DTYPES:
+        raise ParameterError("unknown kv_format", found=repr(kv_format), needed=", ".join(DTYPES))
     if source is None:
         from nanokit.model.fetch import resolve_default
 
         source = resolve_default()
-    opened = open_model(source, rope_base=rope_freq_base if force else None)
-    config = override_rope(opened.config, base=rope_freq_base, scale=rope_freq_scale, force=force)
+    model_source = open_model(source, rope_base=rope_freq_base if force else None)
+    config = override_rope(model_source.config, base=rope_freq_base, scale=rope_freq_scale, force=force)
     max_context = _context(ctx, config, force)
+    opened = OpenedModel(model_source, config, activations, resident=not mapped)
+    kv_format = kv_format or ("fp32" if opened.activations == "fp32" else "fp16")
     per_block = PagedKV.bytes_per_block(config, kv_format)
     num_blocks = _blocks(kv_memory, max_context, max_seqs, per_block)
     engine_config = EngineConfig(
@@ -85,28 +92,48 @@ def load(
         token_budget=token_budget,
         prefix_cache=prefix_cache,
     )
-    mapped = _placement(opened, num_blocks * per_block, _kv_advice(max_context, per_block), mapped)
+    if mapped is None:
+        opened = _placed(opened, activations, num_blocks * per_block)
+    memory.check_budget(
+        opened.weight_bytes, num_blocks * per_block, opened.source.name, _kv_advice(max_context, per_block)
+    )
+    model = _read(opened)
+    pages = PagedKV(config, num_blocks, kv_format)
+    if model.activations == "static":
+        _calibrate(model, model_source.tokenizer, pages)
+    return LoadedEngine(model, model_source.tokenizer, engine_config, kv=pages)
+
+
+def _placed(opened: OpenedModel, activations: str | None, kv_bytes: int) -> OpenedModel:
+    """The same model, its layers left in their file if only so it fits."""
+    free = memory.free_memory()
+    if opened.weight_bytes <= free:
+        return opened
+    mapped = OpenedModel(opened.source, opened.config, activations, resident=False)
+    return mapped if mapped.weight_bytes + kv_bytes <= free else opened
+
+
+def _read(opened: OpenedModel) -> Transformer:
     started = time.perf_counter()
-    model = Transformer(opened, config, activations, resident=not mapped)
-    if mapped:
+    model = Transformer(opened)
+    if not opened.resident:
         again = memory.human(model.footprint.per_token_stored)
         seconds = time.perf_counter() - started
         warnings.warn(
-            f"{opened.name} runs from its file: every step reads and widens {again} of weights again, "
+            f"{model.name} runs from its file: every step reads and widens {again} of weights again, "
             f"which took {seconds:.1f} s at loading",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return LoadedEngine(model, opened.tokenizer, engine_config, kv=PagedKV(config, num_blocks, kv_format))
+    return model
 
 
-def _placement(opened: ModelSource, kv_bytes: int, kv_advice: str, mapped: bool | None) -> bool:
-    """Whether the layers stay in their file. Raises MemoryBudgetError when the model fits neither way."""
-    needed, free = footprint(opened), memory.free_memory()
-    if mapped is None:
-        mapped = needed.dense > free and needed.mapped + kv_bytes <= free
-    weights = needed.mapped if mapped else needed.dense
-    memory.check_budget(weights, kv_bytes, opened.name, kv_advice, free)
-    return mapped
+def _calibrate(model: Transformer, tokenizer: Tokenizer, pages: PagedKV) -> None:
+    """Peaks of static activations from the beginning of the kit's own text, through the pages that the answers will
+    overwrite."""
+    text = (data_dir() / CALIBRATION_TEXT).read_text(encoding="utf-8")
+    ids = tokenizer.encode(text)[: min(CALIBRATION_TOKENS, pages.num_blocks * BLOCK_SIZE)]
+    blocks = list(range(-(-len(ids) // BLOCK_SIZE)))
+    model.calibrate(Batch(ids, [len(ids)], [len(ids)], [blocks]), pages)
 
 
 def _context(ctx: int | None, config: ModelConfig, force: bool) -> int:

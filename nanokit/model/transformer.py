@@ -4,49 +4,106 @@ Prefill chunks, decode and verification are one call over a batch of flattened t
 a kernel backend, which packs the weights once (`bind`), resolves a step once (`plan`) and then runs it in one call.
 """
 
-from types import ModuleType
+import warnings
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nanokit.errors import ParameterError, naming
-from nanokit.kernels import reference
+from nanokit.kernels import cpu, reference
+from nanokit.kernels.activations import MODES, no_peaks
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig
 from nanokit.model.head import FullHead, HeadProduct
 from nanokit.model.source import ModelSource, footprint
-from nanokit.model.weights import find_weights
+from nanokit.model.weights import Weights, find_weights
 
-# activation mode -> backend that runs it; fp32 is the mode in which the engine equals transformers
-BACKENDS: dict[str, ModuleType] = {"fp32": reference}
+# What the C kernels run unless told otherwise; see the README's table of activation modes.
+DEFAULT_ACTIVATIONS = "a8g32"
 
 
 class BoundModel(HeadProduct, Protocol):
-    """What `bind(config, weights, resident)` of a backend returns."""
+    """What `bind` of a backend returns. peaks: noted instead of used, see kernels/activations.py."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that one decoded token reads."""
+        ...
 
     def plan(self, batch: Batch, pages: Any) -> Any: ...
 
-    def run(self, plan: Any) -> Tensor: ...
+    def run(self, plan: Any, peaks: Tensor | None = None) -> Tensor: ...
+
+    def logits(self, hidden: Tensor, ids: Tensor | None = None, peaks: Tensor | None = None) -> Tensor: ...
+
+    def calibrate(self, peaks: Tensor) -> None: ...
+
+    def stream(self) -> float:
+        """Seconds to read those bytes and do nothing else."""
+        ...
+
+
+class OpenedModel:
+    """An opened source whose weights have been found and not been read, and how it is going to run.
+
+    activations: the mode; None takes the C kernels' default where they can run the model, else fp32. resident: False
+    leaves the layers in their file. Raises ModelFileError, ParameterError.
+    """
+
+    def __init__(
+        self, source: ModelSource, config: ModelConfig, activations: str | None = None, *, resident: bool = True
+    ) -> None:
+        if activations is not None and activations not in MODES:
+            raise ParameterError(
+                "unknown activation mode", found=repr(activations), needed="one of " + ", ".join(MODES)
+            )
+        self.source, self.config, self.resident = source, config, resident
+        with naming(source.name):
+            self.weights: Weights = find_weights(config, source)
+        self.fallback = None if activations == "fp32" else self._fallback()
+        self.compiled = activations != "fp32" and self.fallback is None
+        self.activations = activations or (DEFAULT_ACTIVATIONS if self.compiled else "fp32")
+
+    def _fallback(self) -> cpu.NoKernelsError | None:
+        try:
+            cpu.check(self.config, self.weights, self.resident)
+        except cpu.NoKernelsError as error:
+            return error
+        return None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights will take."""
+        if self.compiled:
+            return cpu.packed_bytes(self.weights)
+        sizes = footprint(self.source)
+        return sizes.dense if self.resident else sizes.mapped
+
+    def bind(self) -> BoundModel:
+        """Read and bind the weights. Says so once when the reference has to stand in for the C kernels."""
+        if self.compiled:
+            return cpu.bind(self.config, self.weights, activations=self.activations)
+        if self.fallback is not None and self.resident and not self.fallback.by_request:
+            advice = f"; {self.fallback.do}" if self.fallback.do else ""
+            warnings.warn(
+                f"{self.source.name} runs on the slower torch kernels ({self.fallback.what}{advice})", stacklevel=2
+            )
+        return reference.bind(self.config, self.weights, self.resident, activations=self.activations)
 
 
 class Transformer:
-    """config, bound weights and the head; name and footprint are those of the source it was read from."""
+    """Bound weights and the head. activations: the mode it runs in; compiled: by the C kernels; name and footprint are
+    those of the source it was read from."""
 
-    def __init__(
-        self, source: ModelSource, config: ModelConfig, activations: str = "fp32", *, resident: bool = True
-    ) -> None:
-        """Bind the weights of an opened source. config: the source's own, or one with an overridden rope.
-
-        resident: False leaves the layers in the file and reads them again in every step.
-        """
-        self.config, self.activations = config, check_activations(activations)
-        self.name, self.footprint = source.name, footprint(source)
-        self.vocab_size = config.vocab_size
-        with naming(source.name):
-            weights = find_weights(config, source)
-            self._bound: BoundModel = BACKENDS[activations].bind(config, weights, resident)
-        self.head = FullHead(self._bound, config.vocab_size)
+    def __init__(self, opened: OpenedModel) -> None:
+        """Read the weights. Raises ModelFileError for one that is not a number."""
+        self.config, self.activations, self.compiled = opened.config, opened.activations, opened.compiled
+        self.name, self.footprint = opened.source.name, footprint(opened.source)
+        self.vocab_size = opened.config.vocab_size
+        with naming(self.name):
+            self._bound = opened.bind()
+        self.head = FullHead(self._bound, self.vocab_size)
 
     def forward(self, batch: Batch, pages: Any) -> Tensor:
         """Hidden states after the final norm, [rows, hidden_size]; the keys and values of the batch's tokens are in
@@ -55,9 +112,19 @@ class Transformer:
         with torch.inference_mode():
             return self._bound.run(self._bound.plan(batch, pages))
 
+    def calibrate(self, batch: Batch, pages: Any) -> None:
+        """Take the peaks of static activations from one forward over `batch`."""
+        peaks = no_peaks(self.config.num_layers)
+        with torch.inference_mode():
+            hidden = self._bound.run(self._bound.plan(batch, pages), peaks)
+            self._bound.logits(hidden, peaks=peaks)
+        self._bound.calibrate(peaks)
 
-def check_activations(mode: str) -> str:
-    """The activation mode, or ParameterError listing those that exist."""
-    if mode not in BACKENDS:
-        raise ParameterError("unknown activation mode", found=repr(mode), needed="one of " + ", ".join(BACKENDS))
-    return mode
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that one decoded token reads, in the form in which they are in memory."""
+        return self._bound.bytes_per_token
+
+    def stream(self) -> float:
+        """Seconds to read these bytes once with the threads of a step: the limit of a decoded token."""
+        return self._bound.stream()

@@ -37,7 +37,7 @@ def load(source: Path, **options: Any) -> LoadedEngine:
         ({"token_budget": 0}, "token_budget"), ({"token_budget": 15}, "token_budget"),
         ({"prefix_cache": "perhaps"}, "prefix_cache"), ({"kv_format": "int4"}, "kv_format"),
         ({"kv_format": ["fp32"]}, "kv_format"), ({"activations": "int8"}, "activation"),
-        ({"activations": None}, "activation"), ({"rope_freq_base": 1e4}, "--force"),
+        ({"rope_freq_base": 1e4}, "--force"),
         ({"rope_freq_scale": 0.5}, "--force"), ({"rope_freq_base": 0, "force": True}, "rope-freq-base"),
         ({"rope_freq_scale": float("nan"), "force": True}, "rope-freq-scale"),
         ({"rope_freq_base": "big", "force": True}, "rope_freq_base"), ({"context": 64}, "context"),
@@ -57,7 +57,7 @@ def test_an_unknown_activation_mode_costs_no_reading(tiny: Path, monkeypatch: py
 
     source = open_model(tiny)
     with pytest.raises(ParameterError, match="activation mode"):
-        transformer.Transformer(source, source.config, "fp31")
+        transformer.OpenedModel(source, source.config, "fp31")
 
 
 def test_sizes_that_follow(tiny: Path) -> None:

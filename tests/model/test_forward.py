@@ -10,14 +10,14 @@ from transformers import PreTrainedModel
 from nanokit.kv.pages import BLOCK_SIZE, PagedKV
 from nanokit.model.batch import Batch
 from nanokit.model.load import open_model
-from nanokit.model.transformer import Transformer
+from nanokit.model.transformer import OpenedModel, Transformer
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
 
 
 def load(path: Path) -> Transformer:
     source = open_model(path)
-    return Transformer(source, source.config)
+    return Transformer(OpenedModel(source, source.config, "fp32"))
 
 
 def all_logits(model: Transformer, ids: list[int]) -> torch.Tensor:
@@ -145,7 +145,7 @@ def test_fp16_pages_are_what_rows_attend_to(tmp_path: Path) -> None:
 def test_layers_left_in_their_file_give_the_same_logits(tmp_path: Path) -> None:
     """A model larger than memory is slower, not different."""
     source = open_model(save_tiny_gguf(tmp_path / "m.gguf", tiny_model("qwen2")))
-    mapped = Transformer(source, source.config, resident=False)
+    mapped = Transformer(OpenedModel(source, source.config, "fp32", resident=False))
     assert torch.equal(all_logits(mapped, some_ids(40)), all_logits(load(tmp_path / "m.gguf"), some_ids(40)))
 
 

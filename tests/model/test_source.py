@@ -16,14 +16,14 @@ from tiny import save_tiny, save_tiny_gguf, tiny_model
 
 from nanokit.errors import ModelFileError
 from nanokit.model.load import open_model
-from nanokit.model.transformer import Transformer
+from nanokit.model.transformer import OpenedModel, Transformer
 
 Change = Callable[[dict[str, torch.Tensor]], object]
 
 
 def read(path: Path) -> None:
     source = open_model(path)
-    Transformer(source, source.config)
+    Transformer(OpenedModel(source, source.config))
 
 
 def refusal(path: Path) -> str:

@@ -1,0 +1,233 @@
+"""A model bound to the C kernels: weights packed once, a step resolved once, a forward in one call.
+
+`bind` refuses what the kernels cannot take before it packs anything; from then on nothing is checked twice. What C
+reads (structures, page addresses, rope tables) is kept alive here, since ctypes keeps addresses only. A bound model
+computes one step at a time: its workspace is scratch, and the team's calls queue up anyway.
+"""
+
+import ctypes
+import math
+import time
+from ctypes import POINTER, byref, c_int, c_int64, c_long, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanokit.errors import NanokitError, ParameterError
+from nanokit.kernels.activations import checked_peaks, not_calibrated
+from nanokit.kernels.cpu import structs
+from nanokit.kernels.cpu.library import Library
+from nanokit.kernels.cpu.pack import LANES, Arena, Packed, pack
+from nanokit.kernels.cpu.select import Selection
+from nanokit.kernels.cpu.team import Team, team
+
+if TYPE_CHECKING:
+    from nanokit.kernels.paged import Pages
+    from nanokit.model.batch import Batch
+    from nanokit.model.config import ModelConfig
+    from nanokit.model.weights import LayerWeights, Linear, Matrix, Weights
+
+MODES = {"a16": 0, "a8g32": 1, "a8g16": 2, "token": 3, "tensor": 4, "static": 5}
+KV_FORMATS = {"fp32": 0, "fp16": 1, "int8": 2}
+ROPE_ROWS = 1024  # positions by which the rope table grows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step, resolved; `arrays` are what the structure points to."""
+
+    step: structs.Step
+    rows: int
+    arrays: tuple[Any, ...]
+
+
+class Functions:
+    """The C functions of whole steps."""
+
+    def __init__(self, library: Library) -> None:
+        model, step = POINTER(structs.Model), POINTER(structs.Step)
+        self.create = library.declare("nk_workspace_create", c_void_p)
+        self.destroy = library.declare("nk_workspace_destroy", None, c_void_p)
+        self.forward = library.declare("nk_forward", c_int, c_void_p, c_void_p, model, step, c_void_p)
+        ask = (c_void_p, c_void_p, model, c_long, c_void_p)
+        self.logits = library.declare("nk_logits", c_int, *ask, c_void_p, c_long)
+        self.logits_of = library.declare("nk_logits_of", c_int, *ask, c_void_p, c_long, c_void_p)
+        self.argmax = library.declare("nk_argmax", c_int, *ask, c_void_p)
+        self.stream = library.declare("nk_stream", c_uint64, c_void_p, c_void_p, c_void_p, c_int64)
+
+
+class Bound:
+    """See the module. Weights are in panels; hidden states and logits come out as torch tensors."""
+
+    def __init__(self, config: "ModelConfig", weights: "Weights", activations: str, library: Library) -> None:
+        self._config, self._mode, self._c = config, activations, Functions(library)
+        self.library, self.selection = library, Selection(library)
+        self._team: Team = team(library)
+        self._arena = Arena()
+        self._arrays: list[np.ndarray] = []
+        self._matrices: list[Packed] = []
+        self._layers = (structs.Layer * config.num_layers)(*(self._layer(layer) for layer in weights.layers))
+        embedding = self._pack(weights.embedding, planes=config.tied_head)
+        if not config.tied_head:
+            self._matrices.pop()  # of an embedding, a step reads a row for each token
+        head = embedding if weights.head is None else self._linear(weights.head, planes=True)
+        self._model = structs.Model(
+            config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
+            config.head_dim, config.vocab_size, MODES[activations], config.rms_eps, embedding, head,
+            self._vector(weights.final_norm), ctypes.addressof(self._layers), None, None,
+        )  # fmt: skip
+        self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim)
+        self._cos = self._sin = np.empty((0, config.head_dim // 2), np.float32)
+        self._workspace = self._c.create()
+        self._pages: tuple[Any, ...] | None = None
+        self.peaks: Tensor | None = None
+
+    def calibrate(self, peaks: Tensor) -> None:
+        """Set the peaks of static activations, as `run` and `logits` noted them on a text. Raises ParameterError for
+        peaks that are not this model's, and in another mode."""
+        if self._mode != "static":
+            raise ParameterError("only static activations are calibrated", found=self._mode, needed="static")
+        self.peaks = checked_peaks(peaks, self._config.num_layers).contiguous()
+        self._model.static_peak = self.peaks.data_ptr()
+
+    def __del__(self) -> None:
+        if getattr(self, "_workspace", None):
+            self._c.destroy(self._workspace)
+
+    # -- binding ------------------------------------------------------------------------------------------------------
+
+    def _layer(self, w: "LayerWeights") -> structs.Layer:
+        norms = [None if norm is None else self._vector(norm) for norm in (w.attn_norm, w.ffn_norm, w.q_norm, w.k_norm)]
+        return structs.Layer(*(self._linear(each) for each in (w.q, w.k, w.v, w.o, w.gate, w.up, w.down)), *norms)
+
+    def _linear(self, layer: "Linear", planes: bool = False) -> structs.Matrix:
+        bias = None if layer.bias is None else layer.bias.dense().numpy()
+        return self._pack(layer.weight, bias, planes)
+
+    def _pack(self, matrix: "Matrix", bias: np.ndarray | None = None, planes: bool = False) -> structs.Matrix:
+        codes = matrix.quantized()
+        assert codes is not None, f"{matrix.name} has no codes"  # `unsupported` was asked before
+        packed = pack(matrix.name, codes, self._arena, bias, planes=planes)
+        self._matrices.append(packed)
+        self._arrays += packed.arrays
+        return packed.struct
+
+    def _vector(self, vector: "Matrix") -> int:
+        values = np.ascontiguousarray(vector.dense().numpy())
+        self._arrays.append(values)
+        return values.ctypes.data
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def plan(self, batch: "Batch", pages: "Pages") -> Plan:
+        """Resolve positions, blocks and pages of a step. Sequences without new tokens take no part in it."""
+        live = [i for i, length in enumerate(batch.query_lens) if length]
+        positions: list[int] = []
+        blocks: list[int] = []
+        first_row, first_block = [0], [0]
+        for i in live:
+            kv_len = batch.kv_lens[i]
+            positions += range(kv_len - batch.query_lens[i], kv_len)
+            blocks += batch.block_tables[i][: -(-kv_len // pages.block_size)]
+            first_row.append(len(positions))
+            first_block.append(len(blocks))
+        kv_lens = [batch.kv_lens[i] for i in live]
+        self._grow_rope(max(kv_lens, default=0))
+        parts = [batch.token_ids, positions, first_row, first_block, kv_lens, blocks]
+        words = np.fromiter((x for part in parts for x in part), np.int64, sum(map(len, parts)))
+        at, addresses = words.ctypes.data, []
+        for part in parts:
+            addresses.append(at)
+            at += 8 * len(part)
+        kv_format, keys, values, key_scales, value_scales = self._addresses(pages)
+        step = structs.Step(
+            len(positions), len(live), *addresses, self._cos.ctypes.data, self._sin.ctypes.data,
+            kv_format, keys, values, key_scales, value_scales,
+        )  # fmt: skip
+        return Plan(step, len(positions), (words, self._cos, self._sin, self._pages))
+
+    def run(self, plan: Plan, peaks: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, fp32 [rows, hidden_size]; writes the step's keys and values.
+
+        peaks: noted there (`activations.no_peaks`), the activations of this step being a16. Raises ParameterError for
+        static activations without peaks.
+        """
+        out = torch.empty(plan.rows, self._config.hidden_size)
+        self._done(self._c.forward(*self._call(peaks), byref(plan.step), out.data_ptr()))
+        return out
+
+    def logits(self, hidden: Tensor, ids: Tensor | None = None, peaks: Tensor | None = None) -> Tensor:
+        """fp32 [rows, vocab_size], or [rows, len(ids)]. hidden: [rows, hidden_size]; peaks: as in `run`."""
+        hidden = self._input(hidden)
+        if ids is not None:
+            ids = ids.to(torch.int64).contiguous()
+            out = torch.empty(len(hidden), len(ids))
+            question = (*self._call(), len(hidden), hidden.data_ptr())
+            self._done(self._c.logits_of(*question, ids.data_ptr(), len(ids), out.data_ptr()))
+            return out
+        stride = -(-self._config.vocab_size // LANES) * LANES
+        out = torch.empty(len(hidden), stride)
+        self._done(self._c.logits(*self._call(peaks), len(hidden), hidden.data_ptr(), out.data_ptr(), stride))
+        return out[:, : self._config.vocab_size]
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """The id of the largest logit of every row, int64 [rows]; among equals the lowest."""
+        hidden = self._input(hidden)
+        best = torch.empty(len(hidden), dtype=torch.int64)
+        self._done(self._c.argmax(*self._call(), len(hidden), hidden.data_ptr(), best.data_ptr()))
+        return best
+
+    # -- what a step reads --------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that one decoded token reads, as they are packed."""
+        return sum(packed.nbytes for packed in self._matrices)
+
+    def stream(self) -> float:
+        """Seconds to read every packed weight once, and do nothing else with it, by the threads of a step."""
+        arrays = [array for packed in self._matrices for array in packed.arrays]
+        spans = np.array([array.ctypes.data for array in arrays], np.int64)
+        sizes = np.array([array.nbytes for array in arrays], np.int64)
+        started = time.perf_counter()
+        self._c.stream(self._team.handle, spans.ctypes.data, sizes.ctypes.data, len(spans))
+        return time.perf_counter() - started
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _call(self, peaks: Tensor | None = None) -> tuple[Any, ...]:
+        model = self._model
+        if peaks is not None:
+            model = structs.Model.from_buffer_copy(model)
+            model.mode, model.peaks = MODES["a16"], peaks.data_ptr()
+        elif self._mode == "static" and self.peaks is None:
+            raise not_calibrated()
+        return self._team.handle, self._workspace, byref(model)
+
+    def _input(self, hidden: Tensor) -> Tensor:
+        return hidden.to(torch.float32).contiguous()
+
+    def _done(self, code: int) -> None:
+        if code:
+            raise NanokitError(
+                "the CPU kernels could not run the step",
+                found={-1: "no memory for its scratch", -2: f"{self._config.num_layers} layers"}[code],
+                needed="scratch memory, and at most 292 layers",
+                do="lower token_budget or ctx, or free memory",
+            )
+
+    def _addresses(self, pages: "Pages") -> tuple[int, int, int, int, int]:
+        if self._pages is None or self._pages[0] is not pages:
+            self._pages = (pages, pages.addresses())
+        a = self._pages[1]
+        return KV_FORMATS[pages.kv_format], *(x.ctypes.data for x in (a.keys, a.values, a.key_scales, a.value_scales))
+
+    def _grow_rope(self, positions: int) -> None:
+        if positions <= len(self._cos):
+            return
+        length = math.ceil(positions / ROPE_ROWS) * ROPE_ROWS
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * self._inverse_frequencies
+        self._cos, self._sin = angles.cos().contiguous().numpy(), angles.sin().contiguous().numpy()

@@ -1,0 +1,40 @@
+/* A team of threads that works through phases together: spins for a while, then sleeps.
+ *
+ * `team_run(team, entry, argument)` runs entry(team, argument) in every thread of the team, the caller's included, and
+ * returns when all have left it; calls from several threads queue up. Inside, every thread walks the same code and
+ * meets the others in `team_phase`:
+ *
+ *     team_phase(team, cursor, n, smallest, work, m, then, context)
+ *
+ * hands out the items 0 ... n-1 as ranges (large ones first, never fewer than `smallest` items, so that threads end
+ * together without an atomic operation an item), and after them the m items of `then`, which may read what any item of
+ * `work` wrote. The phase is over for a thread when all of its items are done. Few `then` items (see TEAM_SERIAL) are
+ * done by whichever thread finishes `work` last, which saves a meeting.
+ *
+ * A phase ends when its items are done, not when all threads have arrived: a thread that the system has put aside
+ * between two phases holds nobody up. That is what keeps the speed beside busy neighbours.
+ */
+#ifndef NK_TEAM_H
+#define NK_TEAM_H
+
+#include "vec.h"
+
+typedef struct Team Team;
+
+/* Which phase of the call a thread is in; each thread has its own, zero at first. */
+typedef struct { long phase; } Cursor;
+
+typedef void (*Work)(void *context, long first, long end);
+typedef void (*Entry)(Team *team, void *argument);
+
+#define TEAM_MAX_THREADS 256
+#define TEAM_MAX_PHASES 4096
+#define TEAM_SERIAL 2
+
+Team *team_create(int threads);
+void team_destroy(Team *team);
+int team_threads(const Team *team);
+void team_run(Team *team, Entry entry, void *argument);
+void team_phase(Team *team, Cursor *cursor, long n, long smallest, Work work, long m, Work then, void *context);
+
+#endif
