@@ -10,7 +10,7 @@ from nanokit.engine.load import LoadedEngine, load
 from nanokit.errors import ParameterError
 from nanokit.lab import lock
 from nanokit.lab.bench import batch, decode, prefill, verify_cost
-from nanokit.lab.bench.limit import BenchError, bytes_per_token, reader, share_of_limit
+from nanokit.lab.bench.limit import BenchError, reader, share_of_limit
 from nanokit.lab.bench.timing import WARM
 from nanokit.lab.bench.workload import Session, prompt_ids
 from nanokit.lab.lock import BusyError
@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tiny: Path) -> LoadedEngine:
-    return load(tiny, ctx=512, prefix_cache=False, max_seqs=16)
+    return load(tiny, ctx=512, prefix_cache=False, max_seqs=16, activations="fp32")
 
 
 @pytest.fixture
@@ -168,16 +168,12 @@ def test_a_second_measurement_is_refused(engine: LoadedEngine) -> None:
 # -- the limit --------------------------------------------------------------------------------------------------------
 
 
-def test_the_limit_of_the_reference_is_a_buffer_of_its_fp32_weights(engine: LoadedEngine) -> None:
-    size = bytes_per_token(engine)
-    assert size == engine.model.footprint.per_token_dense
+def test_the_weights_are_streamed_and_nothing_else(engine: LoadedEngine, monkeypatch) -> None:
+    """The limit is that of the engine's own bytes; every backend has to offer it."""
+    assert engine.model.bytes_per_token <= engine.model.footprint.per_token_dense
     assert reader(engine)() > 0
-
-
-def test_a_backend_that_streams_is_asked_for_its_own_bytes(engine: LoadedEngine, monkeypatch) -> None:
-    monkeypatch.setattr(engine.model, "bytes_per_token", 5_000_000, raising=False)
-    monkeypatch.setattr(engine.model, "stream", lambda: 0.002, raising=False)
-    assert bytes_per_token(engine) == 5_000_000
+    monkeypatch.setattr(type(engine.model), "bytes_per_token", 5_000_000)
+    monkeypatch.setattr(engine.model, "stream", lambda: 0.002)
     assert reader(engine)() == pytest.approx(2.5)
 
 

@@ -42,7 +42,7 @@ def test_one_schema_for_all_kinds(kind: str, tiny: Path, tmp_path: Path, capsys)
     assert all(isinstance(value, int | float) for name, value in found["metrics"].items() if name != "v")
     assert found["spread"].keys() == found["samples"].keys()
     assert found["setting"]["model"] == "tiny"
-    assert found["setting"]["kv_format"] == "fp16"
+    assert found["setting"]["kv_format"] == "fp32"
     assert "load" in found["machine"]
     assert "torch" in found["versions"]
     assert found["params"]["preset"] == "smoke"

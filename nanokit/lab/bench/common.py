@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from nanokit.engine.load import LoadedEngine
+from nanokit.kernels.cpu.library import library
 from nanokit.kernels.cpu.team import thread_count
-from nanokit.lab.bench.limit import Streams
 from nanokit.lab.bench.peers import PEERS, Rival, check_installed, open_rivals
 from nanokit.lab.bench.timing import PAUSE_S, Rounds, spread
 from nanokit.lab.bench.workload import check_engine, load_for
@@ -35,8 +35,8 @@ class BenchParams(Params):
     """Which engine is measured, and how often."""
 
     model: str = knob("", "GGUF file, folder of safetensors or hub name; empty is the default model")
-    activations: str = knob("fp32", "activation mode")
-    kv_format: str = knob("fp16", "format of the KV pages")
+    activations: str = knob("", "activation mode; empty is the engine's own choice")
+    kv_format: str = knob("", "format of the KV pages; empty is the engine's own choice")
     repeats: int = knob(0, "rounds", low=2, high=1000, by_preset={"smoke": 2, "quick": 5, "full": 15})
 
 
@@ -125,7 +125,7 @@ def _default_model() -> str:
 
 def threads_used(engine: LoadedEngine) -> int:
     """Threads that compute: of the C kernels' team, or torch's."""
-    return thread_count() if isinstance(engine.model, Streams) else torch.get_num_threads()
+    return thread_count() if engine.model.compiled else torch.get_num_threads()
 
 
 def settings(bench: Bench) -> Mapping[str, Any]:
@@ -133,6 +133,7 @@ def settings(bench: Bench) -> Mapping[str, Any]:
     engine, sizes = bench.engine, bench.engine.config
     return {
         "model": engine.model.name,
+        "kernels": library().variant if engine.model.compiled else "torch",
         "activations": engine.model.activations,
         "kv_format": engine.kv.kv_format,
         "kv_blocks": sizes.num_blocks,

@@ -108,7 +108,7 @@ def _print(result: BenchResult, made: Mapping[str, Any], out: Any) -> None:
     load = "unknown" if machine["load"] is None else f"{machine['load']:.2f}"
     print(
         f"{result.kind}: {setting['model']}, {setting['activations']} activations, {setting['kv_format']} pages, "
-        f"{setting['threads']} threads; load at the start {load}",
+        f"{setting['kernels']} kernels, {setting['threads']} threads; load at the start {load}",
         file=out,
     )
     print(result.table(), result.spread_table(), sep="\n\n", file=out)

@@ -16,7 +16,7 @@ from nanokit.engine.load import LoadedEngine
 from nanokit.engine.sampling import Sampling
 from nanokit.errors import ParameterError
 from nanokit.lab.bench.common import Bench, BenchResult, PeerParams, prepared, settings
-from nanokit.lab.bench.limit import bytes_per_token, reader, share_of_limit
+from nanokit.lab.bench.limit import reader, share_of_limit
 from nanokit.lab.bench.neighbours import neighbours
 from nanokit.lab.bench.peers import Rival, against_peers, decode_visit
 from nanokit.lab.bench.timing import Samples, Visit, in_turns
@@ -68,7 +68,7 @@ def decode(
     longest = context_for(max(p.ctx), 2 * p.steps)
     with prepared("decode", p, engine, ctx=longest, peer=tuple(p.peer), progress=progress, cancel=cancel) as bench:
         turns = bench.rounds.run(_visits(bench, p))
-        metrics = figures(p, turns.samples, bytes_per_token(bench.engine))
+        metrics = figures(p, turns.samples, bench.engine.model.bytes_per_token)
         held = dict(settings(bench))
     quiet = {name: values for name, values in turns.samples.items() if not name.startswith("disturbed")}
     return DecodeResult(p, metrics, turns.samples, held, remarks=[*turns.remarks, *remarks(quiet)])

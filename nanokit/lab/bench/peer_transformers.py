@@ -5,7 +5,9 @@ length and crops it, so that only the first visit has to compute the prompt.
 """
 
 import inspect
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,12 @@ class TransformersPeer:
 
     def __init__(self, file: Path, threads: int) -> None:
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
 
         torch.set_num_threads(threads)
-        logging.disable_progress_bar()
         where, which = (file, None) if file.is_dir() else (file.parent, file.name)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(where, gguf_file=which, dtype=torch.float32)
+            with redirect_stderr(io.StringIO()):  # bars of progress that no switch turns off
+                model: Any = AutoModelForCausalLM.from_pretrained(where, gguf_file=which, dtype=torch.float32)
         except (ValueError, OSError, NotImplementedError, ImportError) as error:
             raise BenchError(
                 "transformers cannot load this model",

@@ -3,7 +3,8 @@
     {"schema": "nanokit.bench/1",
      "kind": "decode",                    prefill | decode | batch | verify-cost
      "params": {...},                     what was asked, presets resolved
-     "setting": {...},                    what held meanwhile: model, activations, kv_format, threads, peers, ...
+     "setting": {...},                    what held meanwhile: model, kernels (avx512, …, torch), activations,
+                                          kv_format, threads, peers, sizes of the engine
      "metrics": {"tok_per_s": ..., ...},  the figures
      "samples": {"step_ms_at_64": [...]}, every single measurement, in order
      "spread": {"step_ms_at_64": {"min", "median", "max", "n"}},

@@ -45,15 +45,15 @@ def context_for(ctx: int, steps: int) -> int:
 
 def load_for(source: str, *, ctx: int, max_seqs: int, activations: str, kv_format: str) -> LoadedEngine:
     """An engine with room for max_seqs sequences of ctx tokens and without a prefix cache: every prompt is
-    computed."""
+    computed. activations, kv_format: "" is what `nanokit.load` takes by itself."""
     return load(
         source or None,
         ctx=ctx,
         max_seqs=max_seqs,
         token_budget=max(512, max_seqs),
         prefix_cache=False,
-        activations=activations,
-        kv_format=kv_format,
+        activations=activations or None,
+        kv_format=kv_format or None,
     )
 
 
