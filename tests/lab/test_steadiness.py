@@ -27,7 +27,7 @@ def test_few_samples_are_judged_by_their_extremes() -> None:
 def test_the_figure_of_a_disturbed_run_says_so() -> None:
     samples = {"prefill_tok_per_s": [900.0], "decode_ms_per_token": QUIET, "stream_gb_s": [30.0]}
     metrics = {"prefill_ms_per_token": 1.1, "decode_ms_per_token": 41.0, "bytes_per_token": 5e8,
-               "stored_bytes_per_token": 1e8}  # fmt: skip
+               "fp32_bytes_per_token": 1e8}  # fmt: skip
     titles = [
         tour(TourResult(TourParams(), metrics, samples, remarks=notes)).layout.title.text
         for notes in ([], ["decode_ms_per_token varies 60.0-fold (40 to 2500): something else"])

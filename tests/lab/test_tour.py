@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tiny import save_tiny, tiny_model
@@ -16,6 +15,7 @@ from nanokit.lab.experiments.tour import DECODED, TourParams, tour
 from nanokit.lab.experiments.tuning import TuningParams, TuningStepper
 from nanokit.lab.progress import StoppedError
 from nanokit.lab.repeat import comparable
+from nanokit.model.transformer import Transformer
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}"
 
@@ -74,8 +74,7 @@ def test_a_busy_machine_gets_fewer_repeats_and_a_remark(tiny: str, monkeypatch: 
 
 def test_a_limit_that_is_beaten_is_remarked(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the weights cannot take longer than decoding with them: a share above 1 is a fault of measurement."""
-    slow = SimpleNamespace(samples_gb_s=(1e-9,) * 3)
-    monkeypatch.setattr(module, "measure_bandwidth", lambda **_: slow)
+    monkeypatch.setattr(Transformer, "stream", lambda _: 1e9)
     result = tour(TourParams(model=tiny, preset="smoke"))
     assert result.metrics["decode_limit_share"] > 1
     assert any("faster than memory allows" in remark for remark in result.remarks)

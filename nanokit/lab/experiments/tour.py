@@ -1,9 +1,9 @@
 """The tour's experiment: a model answers, and the time of a token is taken apart.
 
 Prefill is timed as the first token of a prompt that nothing has cached, decode as the gaps between the tokens that
-follow; every repeat takes another random prompt, and this machine's streaming bandwidth is measured in between, so that
-a slow minute hits all three alike. A decoded token reads every weight once, so bytes per token over bandwidth is the
-time that no better code can go below: the share of that limit is what later notebooks work on.
+follow; every repeat takes another random prompt, and in between the weights are read without being computed with, by
+the same threads, so that a slow minute hits all three alike. A decoded token reads every weight once, so the time of
+that reading is what no better code can go below: the share of that limit is what later notebooks work on.
 """
 
 import math
@@ -17,7 +17,6 @@ from nanokit.engine.load import LoadedEngine
 from nanokit.engine.sampling import Sampling
 from nanokit.lab.engines import engine_for
 from nanokit.lab.lock import measuring
-from nanokit.lab.machine import measure_bandwidth
 from nanokit.lab.params import Params, experiment_params, knob
 from nanokit.lab.progress import Progress, Silent, stop_if
 from nanokit.lab.result import Result
@@ -76,11 +75,16 @@ def tour(p: TourParams, *, progress: Progress | None = None, cancel: threading.E
     notes = remarks(samples)
     if len(samples["prefill_tok_per_s"]) < p.repeats:
         notes.append(f"{len(samples['prefill_tok_per_s'])} of {p.repeats} repeats: the preset's time was over")
-    metrics = _metrics(samples, footprint.per_token_dense, footprint.per_token_stored)
+    metrics = _metrics(samples, model.bytes_per_token, footprint.per_token_dense)
     if metrics["decode_limit_share"] > 1:
         notes.append("decoding looks faster than memory allows: the two were not measured on equal terms; run again")
     metrics |= {"answer_tokens": answer.generated_tokens, "answer_ttft_ms": answer.timings.ttft_ms or 0.0}
-    settings = {"model": model.name, "activations": model.activations, "timed_tokens": DECODED}
+    settings = {
+        "model": model.name,
+        "activations": model.activations,
+        "kv_format": engine.kv.kv_format,
+        "timed_tokens": DECODED,
+    }
     texts = {"question": p.question, "answer": answer.text, "finish_reason": str(answer.finish_reason)}
     return TourResult(p, metrics, samples, settings, texts, notes)
 
@@ -101,7 +105,7 @@ def _time(
         speed, gaps = _time_once(engine, p, repeat)
         prefill.append(speed)
         decode += gaps
-        stream += measure_bandwidth(repeats=3, buffer_bytes=engine.model.footprint.per_token_dense).samples_gb_s
+        stream += [engine.model.bytes_per_token / engine.model.stream() / 1e9 for _ in range(3)]
         progress.step()
     return {"prefill_tok_per_s": prefill, "decode_ms_per_token": decode, "stream_gb_s": stream}
 
@@ -115,7 +119,7 @@ def _time_once(engine: LoadedEngine, p: TourParams, repeat: int, tokens: int = D
     return p.prompt_tokens / (done.timings.ttft_ms / 1e3), done.timings.itl_ms
 
 
-def _metrics(samples: dict[str, list[float]], weight_bytes: int, stored_bytes: int) -> dict[str, float]:
+def _metrics(samples: dict[str, list[float]], weight_bytes: int, dense_bytes: int) -> dict[str, float]:
     prefill, decode, stream = (statistics.median(values) for values in samples.values())
     limit = weight_bytes / (stream * 1e9) * 1e3
     return {
@@ -125,8 +129,8 @@ def _metrics(samples: dict[str, list[float]], weight_bytes: int, stored_bytes: i
         "decode_tok_per_s": 1e3 / decode,
         "stream_gb_s": stream,
         "bytes_per_token": weight_bytes,
-        "stored_bytes_per_token": stored_bytes,
+        "fp32_bytes_per_token": dense_bytes,
         "limit_ms_per_token": limit,
-        "stored_limit_ms_per_token": stored_bytes / (stream * 1e9) * 1e3,
+        "fp32_limit_ms_per_token": dense_bytes / (stream * 1e9) * 1e3,
         "decode_limit_share": limit / decode,
     }

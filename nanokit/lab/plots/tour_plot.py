@@ -9,10 +9,11 @@ from nanokit.lab.result import Result
 
 
 def tour(result: Result) -> go.Figure:
-    """Milliseconds a token, median with the range of the repeats: prefill, decode, and the two memory limits."""
+    """Milliseconds a token, median with the range of the repeats: prefill, decode, and what memory alone takes for the
+    weights as they are computed with, and for the same weights in fp32."""
     m, s = result.metrics, result.samples
     stream_ms = [m["bytes_per_token"] / (speed * 1e9) * 1e3 for speed in s["stream_gb_s"]]
-    stored_ms = [m["stored_bytes_per_token"] / (speed * 1e9) * 1e3 for speed in s["stream_gb_s"]]
+    fp32_ms = [m["fp32_bytes_per_token"] / (speed * 1e9) * 1e3 for speed in s["stream_gb_s"]]
     ratio = m["decode_ms_per_token"] / m["prefill_ms_per_token"]
     finding = (
         f"A token of the answer costs {ratio:.0f} times one of the prompt;<br>"
@@ -24,7 +25,7 @@ def tour(result: Result) -> go.Figure:
         "prefill": [1e3 / speed for speed in s["prefill_tok_per_s"]],
         "decode": s["decode_ms_per_token"],
         f"limit: {m['bytes_per_token'] / 1e6:.0f} MB from memory": stream_ms,
-        f"limit as stored: {m['stored_bytes_per_token'] / 1e6:.0f} MB": stored_ms,
+        f"limit in fp32: {m['fp32_bytes_per_token'] / 1e6:.0f} MB": fp32_ms,
     }
     return bars(
         finding,
