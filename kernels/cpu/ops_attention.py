@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError
 from nanokit.kernels.cpu import structs
+from nanokit.kernels.cpu.bound import KV_FORMATS
 from nanokit.kernels.cpu.library import Library
 from nanokit.kernels.cpu.library import library as default_library
 from nanokit.kernels.cpu.team import team
@@ -17,8 +18,6 @@ from nanokit.kernels.cpu.team import team
 if TYPE_CHECKING:
     from nanokit.kv.pages import PagedKV
     from nanokit.model.batch import Batch
-
-FORMATS = {"fp32": 0, "fp16": 1, "int8": 2}
 
 
 class Norms(Protocol):
@@ -76,7 +75,7 @@ def attention(
     where = [ctypes.c_void_p(int(each[layer])) for each in vars(pages.addresses()).values()]
     step = structs.Step(
         rows, len(batch.query_lens), *(x.ctypes.data for x in words), cos.data_ptr(), sin.data_ptr(),
-        FORMATS[pages.kv_format], *(addressof(x) for x in where),
+        KV_FORMATS[pages.kv_format], *(addressof(x) for x in where),
     )  # fmt: skip
     out = torch.empty_like(q)
     run = library.declare(

@@ -66,8 +66,8 @@ INLINE void weigh_dims(int format, int n, int wide, const Chunk *c, long dim, lo
 typedef void (*Dot)(const Chunk *c, long dim, long groups, const float *const *q, float *dots);
 typedef void (*Weigh)(const Chunk *c, long dim, long first, long end, const float *p, float *sums);
 
-/* An odd last vector goes alone: 80 dimensions are 2 + 2 + 1 vectors. Keys of a whole pair of groups are read even where
- * only one is seen; what is not seen never leaves its lane. */
+/* An odd last vector goes alone: 80 dimensions are 2 + 2 + 1 vectors. Keys of a whole pair of groups are read even
+ * where only one is seen; what is not seen never leaves its lane. */
 #define MAKE(format, n)                                                                                               \
   static void dot_##format##_##n(const Chunk *c, long dim, long groups, const float *const *q, float *dots) {          \
     for (long g = 0; g < groups; g += WIDE) dot_groups(format, n, WIDE, c, dim, g, q, dots);                           \
