@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dense_head import dense_head
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -53,6 +53,7 @@ def drawable(row: np.ndarray) -> bool:
 
 
 @settings(max_examples=60, deadline=None)
+@example(row=np.full(40, NEG, np.float32))
 @given(row=rows(NEG, np.inf, NAN))
 def test_argmax_is_the_first_largest_or_none(answers: Selection, row: np.ndarray) -> None:
     """A NaN is passed over by comparisons: a row that holds one must not look like the others."""
@@ -83,6 +84,8 @@ def test_largest_refuses_nan(answers: Selection) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@example(row=np.full(40, NEG, np.float32), temperature=1.0)
+@example(row=np.arange(-4000, 1, dtype=np.float32), temperature=1.0)  # powers of two below those of a double
 @given(row=rows(NEG, NAN, np.inf), temperature=st.sampled_from([1.1e-5, 0.01, 0.7, 1.0, 3.0, 100.0]))
 def test_mass_against_fp64(answers: Selection, row: np.ndarray, temperature: float) -> None:
     mass = answers.mass(torch.from_numpy(row), temperature)
@@ -149,6 +152,15 @@ def test_the_winner_is_among_the_candidates(
         expected = some[scores[some].argmax()]
         for each in (answers, reference):
             assert expected in each.gumbel_candidates(logits, temperature, seed, position, stream, some)
+
+
+@pytest.mark.parametrize("size", [0.0, 200.0, 300.0, -1e4, 1e6])
+def test_near_ties_are_left_to_the_exact_noise(answers: Selection, size: float) -> None:
+    """Thousands of scores a rounding apart, which for large logits is more than the error of the noise."""
+    for seed in range(10):
+        noise = gumbel_all(seed, 3, 5000)
+        row = np.float32(size) - noise
+        assert (row + noise).argmax() in answers.gumbel_candidates(torch.from_numpy(row), 1.0, seed, 3, 0)
 
 
 def test_candidates_are_few(answers: Selection) -> None:

@@ -3,7 +3,7 @@
  * The words of the generator are exact; their Gumbel value is computed in fp32, and is within NOISE_ERROR of the exact
  * one (fp64, then rounded to fp32). Every token that the exact noise might put first is handed out, which nearly always
  * is one; whoever asks decides among several by the exact noise. So a draw is the same to the bit as one that computes
- * the noise of the whole vocabulary in fp64, and costs a tenth.
+ * the noise of the whole vocabulary in fp64.
  */
 #include "vec.h"
 
@@ -16,7 +16,7 @@
  *                                1 - u, which would have lost its digits: also below 9 e.
  *   g = -log E                   9 e from E, 3 e |g| from polynomial and sums
  *   the exact noise's rounding   e |g|
- * |g| < 22.9, so less than 101 e = 6.1e-6. (Over all 2^32 words the error is below 2.2e-6.) */
+ * |g| < 22.9, so less than 101 e = 6.1e-6. */
 #define NOISE_ERROR 7e-6f
 
 /* ---- Philox4x32-10 ------------------------------------------------------------------------------------------------*/
@@ -116,11 +116,10 @@ typedef struct {
 } Found;
 
 /* A score is logit / temperature, rounded alike here and in numpy, plus noise, rounded: it differs from the exact one by
- * NOISE_ERROR and a rounding of each sum, and so does that of the winner. Minus infinity is never a candidate. */
+ * NOISE_ERROR and a rounding of each sum, and so does that of the winner. */
 static float least_beside(float best, float noise_error) {
   if (best == INFINITY) return best;
-  float least = best - 2 * (noise_error + fabsf(best) * 0x1p-22f);
-  return least > -LARGEST_FLOAT ? least : -LARGEST_FLOAT;
+  return best - 2 * (noise_error + fabsf(best) * 0x1p-22f);
 }
 
 /* Sixteen more logits / temperature with the words of their noise; ids as first_id + lane, or given. */
