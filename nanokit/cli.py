@@ -240,8 +240,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", help=".gguf file, folder of safetensors, or org/name (default: fetched once)")
     group.add_argument("--ctx", type=int, help="longest prompt + answer, in tokens")
     group.add_argument("--kv-memory", help="memory for KV pages, such as 512MiB")
-    group.add_argument("--kv-format", help="fp32 or fp16 pages")
-    group.add_argument("--activations", help="fp32, the default, computes as transformers does")
+    group.add_argument("--kv-format", help="fp32, fp16 (the default) or int8 pages")
+    group.add_argument(
+        "--activations",
+        help="inputs of products: a8g32 (the default), a8g16, a16, token, tensor, static; fp32 is transformers' own",
+    )
+    group.add_argument("--dynamic-scale", metavar="true|false", help="another name for --activations token | static")
     group.add_argument("--mapped", action="store_true", help="leave weights in the file: little memory, slow")
     group.add_argument("--rope-freq-base", type=float, help="override the model's own, with --force")
     group.add_argument("--rope-freq-scale", type=float, help="override the model's own, with --force")

@@ -107,6 +107,8 @@ TYPED_WRONG = {
     "seed": (["--seed", "-1"], "seed"),
     "kv format": (["--kv-format", "fp8"], "kv_format", "fp8", "fp32, fp16, int8"),
     "activations": (["--activations", "int3"], "activation", "int3", "fp32"),
+    "dynamic scale": (["--dynamic-scale", "maybe"], "--dynamic-scale", "maybe", "true or false"),
+    "two modes": (["--dynamic-scale", "true", "--activations", "a16"], "--activations", "true and a16"),
     "ctx too long": (["--ctx", "100000"], "ctx", "100000", "2 to 512", "--force"),
     "no ctx": (["--ctx", "0"], "ctx", "found: 0"),
     "kv memory": (["--kv-memory", "plenty"], "memory size", "plenty", "GiB"),
@@ -122,6 +124,16 @@ def test_an_option_that_cannot_be_meant(here, capsys, name):
     """A typed 0 counts as typed: it used to be taken for an option left out."""
     options, *said = TYPED_WRONG[name]
     refused(capsys, ["generate", "hi", "--model", "good.gguf", *options], 2, *said)
+
+
+@pytest.mark.parametrize(("alias", "mode"), [("true", "token"), ("false", "static")])
+def test_dynamic_scale_is_another_name(here, capsys, alias, mode):
+    """Static scales are calibrated at loading; either spelling gives the same answer."""
+    answers = []
+    for options in (["--dynamic-scale", alias], ["--activations", mode]):
+        assert main(["generate", "ab", "--raw", "--model", "good.gguf", "--max-tokens", "8", *options]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(("prompt", "said"), [("", "''"), (" \n\t", "the prompt is empty"), ("x" * 600, "at most 511")])

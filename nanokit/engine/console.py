@@ -128,7 +128,23 @@ def _load(args: argparse.Namespace) -> LoadedEngine:
 
         with TerminalProgress() as progress:
             source = resolve_default(progress)
-    return load(source, max_seqs=1, **_given(args, LOAD_OPTIONS))
+    options = _given(args, LOAD_OPTIONS)
+    if args.dynamic_scale is not None:
+        options["activations"] = _scale_mode(args.dynamic_scale, args.activations)
+    return load(source, max_seqs=1, **options)
+
+
+def _scale_mode(dynamic: str, activations: str | None) -> str:
+    """What --dynamic-scale stands for."""
+    if dynamic not in ("true", "false"):
+        raise ParameterError("--dynamic-scale is not a truth value", found=repr(dynamic), needed="true or false")
+    if activations is not None:
+        raise ParameterError(
+            "--dynamic-scale and --activations both name an activation mode",
+            found=f"{dynamic} and {activations}",
+            needed="one of the two",
+        )
+    return "token" if dynamic == "true" else "static"
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:
