@@ -115,8 +115,8 @@ typedef struct {
   float *scores;
 } Found;
 
-/* A score is logit / temperature, rounded alike here and in numpy, plus noise, rounded: it differs from the exact one by
- * NOISE_ERROR and a rounding of each sum, and so does that of the winner. */
+/* A score is logit / temperature, rounded alike here and in numpy, plus noise, rounded: it differs from the exact one
+ * by NOISE_ERROR and a rounding of each sum, and so does that of the winner. */
 static float least_beside(float best, float noise_error) {
   if (best == INFINITY) return best;
   return best - 2 * (noise_error + fabsf(best) * 0x1p-22f);
@@ -147,8 +147,8 @@ static int64_t prune(Found *found) {
   return kept;
 }
 
-/* Candidates among all of x [n] in ids, ascending: room for n of them, and for n scores. Returns how many; 0 when the row
- * cannot be drawn from (a NaN, +inf, nothing above -inf). */
+/* Candidates among all of x [n] in ids, ascending: room for n of them, and for n scores. Returns how many; 0 when the
+ * row cannot be drawn from (a NaN, +inf, nothing above -inf). */
 int64_t nk_draw_candidates(const float *x, int64_t n, float temperature, uint64_t seed, uint64_t position,
                            uint32_t stream, int64_t *ids, float *scores) {
   Key key = {seed, position, stream};
