@@ -1,6 +1,5 @@
 """C attention over pages: against the reference in fp64, and bit for bit against itself however the work is cut."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError
 from nanokit.kernels import reference
-from nanokit.kernels.cpu.compiler import VARIANTS, NoKernelsError
-from nanokit.kernels.cpu.library import Library, library
+from nanokit.kernels.cpu.library import Library
 from nanokit.kernels.cpu.ops_attention import attention
 from nanokit.kernels.paged import read_kv, write_kv
 from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
@@ -33,17 +31,6 @@ HEADS = [
 ]
 # a library is loaded once for all examples, so hypothesis need not make it anew for each
 properties = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="module", params=list(VARIANTS))
-def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
-    """The library of each variant that this machine can run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOKIT_CPU_KERNELS", request.param)
-        try:
-            yield library()
-        except (NoKernelsError, ParameterError) as error:
-            pytest.skip(str(error))
 
 
 @dataclass(frozen=True)
