@@ -114,7 +114,8 @@ int64_t nk_row_largest(const float *x, int64_t n, int64_t count, int64_t *ids) {
 
 /* e^z to 3e-10 for z <= 0; e^-700 below -700, which counts for nothing beside the 1 of the largest. e^z = 2^k e^r:
  * adding 1.5 * 2^52 rounds to a whole k, which then is the sum's lowest bits; e^r by its series, |r| <= ln 2 / 2. In
- * fp64: the fp32 rounding of (x - top) / temperature alone, alike in all tokens of one logit, would be 1e-6 of their weight. */
+ * fp64: the fp32 rounding of (x - top) / temperature alone, alike in all tokens of one logit, would be 1e-6 of their
+ * weight. */
 INLINE vd exp_of(vd z) {
   const vd shift = vd_set(0x1.8p52);
   vl keep = z > -700.0;
