@@ -174,7 +174,7 @@ class Bound:
         return out[:, : self._config.vocab_size]
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """The id of the largest logit of every row, int64 [rows]; among equals the lowest."""
+        """The id of the largest logit of every row, int64 [rows]; among equals the lowest; -1 where one is not finite."""
         hidden = self._input(hidden)
         best = torch.empty(len(hidden), dtype=torch.int64)
         self._done(self._c.argmax(*self._call(), len(hidden), hidden.data_ptr(), best.data_ptr()))

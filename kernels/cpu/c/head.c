@@ -46,27 +46,9 @@ static void work_logits_of(void *context, long first, long end) {
   }
 }
 
-/* The first place of the largest value; n of them, at least one. NaN are passed over. */
-static int64_t first_largest(const float *x, long n) {
-  enum { RUN = 256 };
-  float best = -INFINITY;
-  long run = 0, whole = n / RUN * RUN;
-  for (long i = 0; i < whole; i += RUN) {
-    vf most = vf_load(x + i);
-    for (long j = LANES; j < RUN; j += LANES) most = vf_max(most, vf_load(x + i + j));
-    float here = vf_max_lane(most);
-    if (here > best) best = here, run = i;
-  }
-  for (long i = whole; i < n; i++)
-    if (x[i] > best) best = x[i], run = i;
-  for (long i = run; i < n; i++)
-    if (x[i] == best) return i;
-  return 0;
-}
-
 static void work_argmax(void *context, long first, long end) {
   Question *q = context;
-  for (long r = first; r < end; r++) q->best[r] = first_largest(q->logits + r * q->stride, q->model->vocab);
+  for (long r = first; r < end; r++) q->best[r] = nk_row_argmax(q->logits + r * q->stride, q->model->vocab);
 }
 
 static void ask(Team *team, void *argument) {

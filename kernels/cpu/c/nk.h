@@ -141,7 +141,9 @@ int nk_forward(Team *team, Workspace *w, const Model *model, const Step *step, f
 int nk_logits(Team *team, Workspace *w, const Model *model, long rows, const float *hidden, float *logits, long stride);
 int nk_logits_of(Team *team, Workspace *w, const Model *model, long rows, const float *hidden, const int64_t *ids,
                  long count, float *logits);
-/* the id of the largest logit of every row, the lowest among equals */
+/* select.c: the first place of the largest of n values; -1 when one is NaN or infinite, or all are -inf */
+int64_t nk_row_argmax(const float *x, int64_t n);
+/* that of the logits of every row */
 int nk_argmax(Team *team, Workspace *w, const Model *model, long rows, const float *hidden, int64_t *best);
 
 #endif

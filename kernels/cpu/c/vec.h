@@ -16,7 +16,7 @@
 #if defined(NK_AVX512)
 #include <immintrin.h>
 #elif defined(__SSE2__)
-#include <xmmintrin.h>
+#include <immintrin.h>
 #endif
 
 #define LANES 16
@@ -181,107 +181,7 @@ INLINE vi dot_bytes(vi sum, vi weights, const int8_t *four) {
 /* ---- portable -----------------------------------------------------------------------------------------------------*/
 #define NK_VARIANT "portable"
 
-typedef float vf __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t vi __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint8_t vb __attribute__((vector_size(64), aligned(1), may_alias));
-#define EACH for (int i = 0; i < LANES; i++)
-
-INLINE vf vf_set(float x) { return (vf){0} + x; }
-INLINE vf vf_zero(void) { return (vf){0}; }
-INLINE vf vf_load(const float *p) { vf x; memcpy(&x, p, 64); return x; }
-INLINE void vf_store(float *p, vf x) { memcpy(p, &x, 64); }
-INLINE vf vf_load_half(const uint16_t *p) { vf x; EACH x[i] = half_to_float(p[i]); return x; }
-INLINE void vf_store_half(uint16_t *p, vf x) { EACH p[i] = float_to_half(x[i]); }
-INLINE vf vf_load_int8(const int8_t *p) { vf x; EACH x[i] = (float)p[i]; return x; }
-INLINE vf vf_add(vf a, vf b) { return a + b; }
-INLINE vf vf_sub(vf a, vf b) { return a - b; }
-INLINE vf vf_mul(vf a, vf b) { return a * b; }
-INLINE vf vf_div(vf a, vf b) { return a / b; }
-INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; } /* two roundings: -ffp-contract=off */
-INLINE vf vf_max(vf a, vf b) { EACH a[i] = a[i] > b[i] ? a[i] : b[i]; return a; } /* as x86: the second where unordered */
-INLINE vf vf_min(vf a, vf b) { EACH a[i] = a[i] < b[i] ? a[i] : b[i]; return a; }
-INLINE vf vf_abs(vf a) { EACH a[i] = fabsf(a[i]); return a; }
-INLINE vf vf_round(vf a) { EACH a[i] = rintf(a[i]); return a; }
-INLINE float vf_max_lane(vf a) {
-  float most = a[0];
-  for (int i = 1; i < LANES; i++) most = a[i] > most ? a[i] : most;
-  return most;
-}
-INLINE vf vf_peak(vf a, vf b) {
-  vi x, y;
-  memcpy(&x, &a, 64);
-  memcpy(&y, &b, 64);
-  EACH x[i] = x[i] > (y[i] & 0x7fffffff) ? x[i] : y[i] & 0x7fffffff;
-  memcpy(&a, &x, 64);
-  return a;
-}
-INLINE float vf_peak_lane(vf a) {
-  vi x;
-  float value;
-  memcpy(&x, &a, 64);
-  int32_t most = x[0];
-  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-  memcpy(&value, &most, 4);
-  return value;
-}
-INLINE vf vf_from_int(vi a) { return __builtin_convertvector(a, vf); }
-INLINE vi vf_to_int(vf a) { vi x; EACH x[i] = (int32_t)rintf(a[i]); return x; }
-INLINE vf vf_exp2_whole(vf n) {
-  vi bits = (vf_to_int(n) + 127) << 23;
-  vf x;
-  memcpy(&x, &bits, 64);
-  return x;
-}
-INLINE vf vf_first(int count, vf x, vf y) { EACH x[i] = i < count ? x[i] : y[i]; return x; }
-INLINE vi vi_set(int32_t x) { return (vi){0} + x; }
-INLINE vi vi_zero(void) { return (vi){0}; }
-INLINE vi vi_load(const void *p) { vi x; memcpy(&x, p, 64); return x; }
-INLINE void vi_store(void *p, vi x) { memcpy(p, &x, 64); }
-INLINE vi vi_add(vi a, vi b) { return a + b; }
-INLINE vi vi_sub(vi a, vi b) { return a - b; }
-INLINE vi vi_shift_right(vi a, int n) { return a >> n; }
-INLINE vf vf_of_bits(vi a) { vf x; memcpy(&x, &a, 64); return x; }
-INLINE vi vf_bits(vf a) { vi x; memcpy(&x, &a, 64); return x; }
-INLINE vf vf_from_unsigned(vi a) { vf x; EACH x[i] = (float)(uint32_t)a[i]; return x; }
-INLINE uint32_t vf_at_least(vf a, vf b) {
-  vi yes = a >= b;
-  uint32_t mask = 0;
-  EACH mask |= (uint32_t)(yes[i] & 1) << i;
-  return mask;
-}
-INLINE vf vf_where_zero(vi test, vf x, vf y) { EACH x[i] = test[i] == 0 ? x[i] : y[i]; return x; }
-INLINE vi vi_and(vi a, vi b) { return a & b; }
-INLINE void vi_multiply_wide(vi a, uint32_t factor, vi *high, vi *low) {
-  vi h = a, l = a;
-  EACH {
-    uint64_t product = (uint64_t)(uint32_t)a[i] * factor;
-    h[i] = (int32_t)(product >> 32);
-    l[i] = (int32_t)product;
-  }
-  *high = h;
-  *low = l;
-}
-INLINE void vi_transpose4(const vi in[4], vi out[4]) {
-  for (int k = 0; k < 4; k++) EACH out[k][i] = in[i % 4][i / 4 * 4 + k];
-}
-INLINE vi vi_or(vi a, vi b) { return a | b; }
-INLINE vi vi_xor(vi a, vi b) { return a ^ b; }
-INLINE vi vi_shift_left(vi a, int n) { return a << n; }
-INLINE void vi_store_int8(int8_t *p, vi x) { EACH p[i] = (int8_t)x[i]; }
-INLINE vi nibbles_low(vi x) { return x & 0x0f0f0f0f; }
-INLINE vi nibbles_high(vi x) { return (x >> 4) & 0x0f0f0f0f; }
-INLINE vi table_look_up(const uint8_t *table, vi index) {
-  vb bytes;
-  memcpy(&bytes, &index, 64);
-  for (int i = 0; i < 64; i++) bytes[i] = table[bytes[i]];
-  memcpy(&index, &bytes, 64);
-  return index;
-}
-INLINE vi dot_bytes(vi sum, vi weights, const int8_t *four) {
-  return sum + (weights & 255) * four[0] + (weights >> 8 & 255) * four[1] + (weights >> 16 & 255) * four[2] +
-         (weights >> 24 & 255) * four[3];
-}
-#undef EACH
+#include "vec_portable.h"
 #endif
 
 /* ---- eight doubles: by the compiler's vector extension in both variants ------------------------------------------*/
