@@ -148,9 +148,11 @@ def test_text_fills_any_length(engine: LoadedEngine) -> None:
 def test_an_engine_that_would_skip_work_is_refused(tiny: Path) -> None:
     """With a prefix cache the second prompt costs nothing; with too few blocks sequences run after each other."""
     with pytest.raises(ParameterError, match="does not suit") as error:
-        prefill.prefill(prefill.PrefillParams(preset="smoke"), engine=load(tiny, ctx=256, max_seqs=1))
+        prefill.prefill(
+            prefill.PrefillParams(preset="smoke"), engine=load(tiny, ctx=256, max_seqs=1, activations="fp32")
+        )
     assert "prefix cache on" in str(error.value)
-    crowded = load(tiny, ctx=256, max_seqs=4, kv_memory="64KiB", prefix_cache=False)
+    crowded = load(tiny, ctx=256, max_seqs=4, kv_memory="64KiB", prefix_cache=False, activations="fp32")
     with pytest.raises(ParameterError, match="KV blocks"):
         batch.batch(batch.BatchParams(preset="smoke"), engine=crowded)
 

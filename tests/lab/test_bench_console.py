@@ -34,7 +34,7 @@ OPTIONS = {
 @pytest.mark.parametrize("kind", schema.KINDS)
 def test_one_schema_for_all_kinds(kind: str, tiny: Path, tmp_path: Path, capsys) -> None:
     target = tmp_path / "out.json"
-    common = ["--model", str(tiny), "--preset", "smoke", "--json", str(target)]
+    common = ["--model", str(tiny), "--activations", "fp32", "--preset", "smoke", "--json", str(target)]
     assert main(["bench", kind, *common, *OPTIONS[kind]]) == 0
     found = schema.read(target)
     assert found["kind"] == kind
@@ -53,7 +53,7 @@ def test_one_schema_for_all_kinds(kind: str, tiny: Path, tmp_path: Path, capsys)
 
 def test_a_controller_reads_v(tiny: Path, tmp_path: Path) -> None:
     target = tmp_path / "v.json"
-    options = ["--rows", "1", "2", "8", "--ctx", "64", "80", "--steps", "1"]
+    options = ["--activations", "fp32", "--rows", "1", "2", "8", "--ctx", "64", "80", "--steps", "1"]
     assert (
         main(["bench", "verify-cost", "--model", str(tiny), "--preset", "smoke", "--json", str(target), *options]) == 0
     )
@@ -64,7 +64,10 @@ def test_a_controller_reads_v(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_json_on_standard_output_is_nothing_but_json(tiny: Path, capsys) -> None:
-    assert main(["bench", "prefill", "--model", str(tiny), "--preset", "smoke", "--json", "-"]) == 0
+    assert (
+        main(["bench", "prefill", "--model", str(tiny), "--activations", "fp32", "--preset", "smoke", "--json", "-"])
+        == 0
+    )
     said = capsys.readouterr()
     assert json.loads(said.out)["schema"] == schema.SCHEMA
     assert "ttft_ms" in said.err
@@ -74,7 +77,23 @@ def test_a_share_above_one_is_an_error_and_leaves_no_file(tiny: Path, tmp_path: 
     """The figure would be copied from the file, whatever a remark says."""
     monkeypatch.setattr(decode, "reader", lambda engine: lambda: 1e-6)
     target = tmp_path / "out.json"
-    assert main(["bench", "decode", "--model", str(tiny), "--preset", "smoke", "--json", str(target)]) == 1
+    assert (
+        main(
+            [
+                "bench",
+                "decode",
+                "--model",
+                str(tiny),
+                "--activations",
+                "fp32",
+                "--preset",
+                "smoke",
+                "--json",
+                str(target),
+            ]
+        )
+        == 1
+    )
     assert "faster than memory allows" in capsys.readouterr().err
     assert not target.exists()
 

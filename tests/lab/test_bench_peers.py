@@ -45,7 +45,7 @@ def test_a_peer_that_is_not_installed_is_said_before_anything_is_loaded(name, mo
 def test_transformers_decodes_the_same_tokens_at_every_visit(tiny: Path) -> None:
     """Its cache is cropped back between visits: one token too many or too few would change the answer, and the
     context length that is timed."""
-    engine = load(tiny, ctx=256, prefix_cache=False)
+    engine = load(tiny, ctx=256, prefix_cache=False, activations="fp32")
     ids = prompt_ids(engine, 70)
     expected = engine.generate([ids], Sampling(max_tokens=6, ignore_eos=True))[0].token_ids
     peer = TransformersPeer(tiny, 1)
@@ -61,7 +61,7 @@ def test_transformers_decodes_the_same_tokens_at_every_visit(tiny: Path) -> None
 
 def test_peers_take_turns_with_us_in_one_run(tiny: Path) -> None:
     """The whole path with a real peer: both series, as many samples, and the ratio."""
-    engine = load(tiny, ctx=512, prefix_cache=False)
+    engine = load(tiny, ctx=512, prefix_cache=False, activations="fp32")
     result = decode(DecodeParams(model=str(tiny), preset="smoke", steps=3, peer=["transformers"]), engine=engine)
     assert len(result.samples["peer_transformers_ms_at_64"]) == len(result.samples["step_ms_at_64"]) == 2 * 3
     assert result.settings["peers"] == ["transformers"]
