@@ -8,13 +8,13 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=2)
-def engine_for(model: str = "", activations: str = "") -> "LoadedEngine":
+def engine_for(model: str = "", activations: str = "", kv_format: str = "") -> "LoadedEngine":
     """The engine of a model, loaded at first use and kept; the two used last stay in memory.
 
-    model: as for `nanokit.load`; empty is the default model, fetched if it is not in the cache. activations: a mode;
-    empty leaves the choice to `nanokit.load`. Without a prefix
-    cache: pressing Run twice would else time the second prompt as if it cost nothing.
+    model: as for `nanokit.load`; empty is the default model, fetched if it is not in the cache. activations,
+    kv_format: how inputs of products and cached tokens are kept; empty leaves the choice to `nanokit.load`. Without a
+    prefix cache: pressing Run twice would else time the second prompt as if it cost nothing.
     """
     from nanokit.engine.load import load
 
-    return load(model or None, activations=activations or None, prefix_cache=False)
+    return load(model or None, activations=activations or None, kv_format=kv_format or None, prefix_cache=False)

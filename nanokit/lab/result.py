@@ -11,6 +11,7 @@ compared years later without the code that wrote them.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,3 +77,32 @@ def figure(value: float) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def together(*results: Result) -> Result:
+    """Several results of one notebook as one, for its record. Remarks that repeat are kept once.
+
+    Raises ValueError when they have other parameters, or one name for two things: a record holds one of each.
+    """
+    first = results[0]
+    if any(result.params != first.params for result in results):
+        raise ValueError("results of different parameters are no one run")
+    return Result(
+        first.params,
+        _joined(*(result.metrics for result in results)),
+        _joined(*(result.samples for result in results)),
+        _joined(*(result.settings for result in results), same=True),
+        _joined(*(result.texts for result in results)),
+        list(dict.fromkeys(remark for result in results for remark in result.remarks)),
+    )
+
+
+def _joined(*parts: Mapping[str, Any], same: bool = False) -> dict[str, Any]:
+    """All entries; a name may come twice only if `same` and with one value."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name in found and not (same and found[name] == value):
+                raise ValueError(f"two results have something of the name {name!r}")
+            found[name] = value
+    return found

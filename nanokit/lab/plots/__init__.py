@@ -1,5 +1,6 @@
 """Figures: the house style, and one function an experiment that draws its result."""
 
+from nanokit.lab.plots.activation_plot import activation_cost
 from nanokit.lab.plots.house import (
     GREY,
     GRID,
@@ -14,6 +15,9 @@ from nanokit.lab.plots.house import (
     mark,
     show,
 )
+from nanokit.lab.plots.noise_plot import noise, warmup
+from nanokit.lab.plots.roofline_plot import roofline, streaming, verification
+from nanokit.lab.plots.step_plot import step_cost
 from nanokit.lab.plots.tour_plot import tour
 
 __all__ = [
@@ -23,11 +27,18 @@ __all__ = [
     "METHODS",
     "PALETTE",
     "WIDTH",
+    "activation_cost",
     "bars",
     "color",
     "figure",
     "lines",
     "mark",
+    "noise",
+    "roofline",
     "show",
+    "step_cost",
+    "streaming",
     "tour",
+    "verification",
+    "warmup",
 ]

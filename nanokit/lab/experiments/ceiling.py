@@ -1,0 +1,41 @@
+"""How fast products of the engine's kind are when no weight has to come from memory: the roofline's flat part."""
+
+import torch
+
+from nanokit.engine.load import LoadedEngine
+from nanokit.kernels.cpu.ops import Linear
+from nanokit.lab.bench.timing import milliseconds
+from nanokit.model.config import ModelConfig
+from nanokit.quant.integer import integer_format
+
+ROWS = 512  # a prefill
+WEIGHTS = 1 << 20  # at most so many: in 4 bits they stay in a core's second cache
+LAYOUT = "int4-asym-g32"  # codes, scales and minimums as in Q4_1, the default model's format
+
+
+def weights_of(config: ModelConfig) -> tuple[int, int]:
+    """Weights that a row is multiplied with: in all layers, and in the head. Norms and biases are not counted."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * queries + 2 * keys)
+    feed_forward = 3 * config.hidden_size * config.intermediate_size
+    return config.num_layers * (attention + feed_forward), config.vocab_size * config.hidden_size
+
+
+def ceiling_of(engine: LoadedEngine, *, repeats: int) -> list[float]:
+    """1e9 operations a second, one sample a repeat: ROWS rows times one feed-forward matrix of the engine's model (cut
+    to WEIGHTS weights), again and again. By the C kernels in the engine's activation mode; by torch in fp32 where the
+    model runs on torch."""
+    columns = engine.model.config.hidden_size
+    rows = min(engine.model.config.intermediate_size, WEIGHTS // columns)
+    noise = torch.Generator().manual_seed(0)
+    weights, x = (torch.randn(n, columns, generator=noise) for n in (rows, ROWS))
+    if engine.model.compiled:
+        product = Linear(integer_format(LAYOUT).quantize(weights.numpy()))
+        mode, peak = engine.model.activations, float(x.abs().max())
+        work = lambda: product(x, mode, peak)  # noqa: E731
+    else:
+        work = lambda: torch.nn.functional.linear(x, weights)  # noqa: E731
+    operations = 2 * ROWS * rows * columns
+    with torch.inference_mode():
+        work()
+        return [operations / milliseconds(work) / 1e6 for _ in range(repeats)]
