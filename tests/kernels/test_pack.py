@@ -1,5 +1,7 @@
 """Packed panels: byte by byte where c/nk.h draws them, and unpacked, by C, the dequantized weights bit for bit."""
 
+from itertools import pairwise
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -119,7 +121,7 @@ def test_everything_starts_on_a_cache_line_and_nothing_overlaps() -> None:
         packed.append((q, pack("w", q, arena, np.arange(rows, dtype=np.float32))))
     spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for _, p in packed for a in p.arrays)
     assert all(start % 64 == 0 for start, _ in spans)
-    assert all(end <= start for (_, end), (start, _) in zip(spans[:-1], spans[1:], strict=True))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     for q, p in packed:  # the first of them are still what they were
         again = pack("w", q, Arena(), np.arange(q.shape[0], dtype=np.float32))
         assert all(np.array_equal(a, b) for a, b in zip(p.arrays, again.arrays, strict=True))

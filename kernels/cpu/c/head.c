@@ -77,6 +77,7 @@ int nk_logits(Team *team, Workspace *w, const Model *model, long rows, const flo
 
 int nk_logits_of(Team *team, Workspace *w, const Model *model, long rows, const float *hidden, const int64_t *ids,
                  long count, float *logits) {
+  if (count == 0) return NK_OK; /* an empty array may be no address at all, which elsewhere means all ids */
   Question q = {.model = model, .rows = rows, .hidden = hidden, .logits = logits, .ids = ids, .count = count};
   return run_question(team, w, &q);
 }
