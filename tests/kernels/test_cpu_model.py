@@ -19,7 +19,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from tiny import CONFIGS, compiled_model, save_tiny_gguf
+from tiny import compiled_model, save_tiny_gguf
 from torch import Tensor
 
 from nanokit.errors import ParameterError
@@ -112,7 +112,7 @@ def plan_all(bound: Bound | reference.Bound, texts: list[list[int]], pages: Page
     each = -(-max(map(len, texts)) // BLOCK_SIZE)
     lengths = [len(text) for text in texts]
     tables = [list(range(each * i, each * (i + 1))) for i in range(len(texts))]
-    return bound.plan(Batch(sum(texts, []), lengths, lengths, tables), pages)
+    return bound.plan(Batch([token for text in texts for token in text], lengths, lengths, tables), pages)
 
 
 def logits_of(
@@ -262,7 +262,7 @@ def test_logits_of_ids_are_those_of_all(bind: Bind, opened: Open, name: str) -> 
         assert bound.argmax(hidden[:0]).shape == (0,)
 
 
-def test_argmax_is_that_of_the_logits_and_the_lowest_among_equals(bind: Bind, kernels: Library, tmp_path: Path) -> None:
+def test_argmax_is_that_of_the_logits_and_the_lowest_among_equals(kernels: Library, tmp_path: Path) -> None:
     """Equal logits do happen (rows of an embedding that were never trained): greedy must not hang on a thread's turn."""
     model = compiled_model("llama")
     rows = model.lm_head.weight.data

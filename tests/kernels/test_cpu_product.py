@@ -105,6 +105,9 @@ def test_odd_sizes(kernels: Library, q: QTensor, mode: str, rows: int, planes: b
     assert_product(q, None, x, mode, linear(x, mode, PEAK if mode == "static" else None))
 
 
+counts = st.integers(1, 40)
+
+
 @given(q=drawn, mode=st.sampled_from(list(MODES)), rows=counts, data=st.data())
 @properties
 def test_a_row_is_the_same_bits_in_any_company(
