@@ -31,6 +31,8 @@ _HOME = {
     "activation_cost": "experiments.activation_cost",
     "StepParams": "experiments.step_cost",
     "step_cost": "experiments.step_cost",
+    "ProductParams": "experiments.product",
+    "product": "experiments.product",
     "together": "result",
     "decode": "bench.decode",
     "DecodeParams": "bench.decode",

@@ -5,8 +5,8 @@ import torch
 from nanokit.engine.load import LoadedEngine
 from nanokit.kernels.cpu.ops import Linear
 from nanokit.lab.bench.timing import milliseconds
+from nanokit.lab.experiments.product import TorchLinear, random_weights
 from nanokit.model.config import ModelConfig
-from nanokit.quant.integer import integer_format
 
 ROWS = 512  # a prefill
 WEIGHTS = 1 << 20  # at most so many: in 4 bits they stay in a core's second cache
@@ -23,19 +23,14 @@ def weights_of(config: ModelConfig) -> tuple[int, int]:
 
 def ceiling_of(engine: LoadedEngine, *, repeats: int) -> list[float]:
     """1e9 operations a second, one sample a repeat: ROWS rows times one feed-forward matrix of the engine's model (cut
-    to WEIGHTS weights), again and again. By the C kernels in the engine's activation mode; by torch in fp32 where the
-    model runs on torch."""
+    to WEIGHTS weights), again and again, by the kernels and in the activation mode of the engine."""
     columns = engine.model.config.hidden_size
     rows = min(engine.model.config.intermediate_size, WEIGHTS // columns)
-    noise = torch.Generator().manual_seed(0)
-    weights, x = (torch.randn(n, columns, generator=noise) for n in (rows, ROWS))
-    if engine.model.compiled:
-        product = Linear(integer_format(LAYOUT).quantize(weights.numpy()))
-        mode, peak = engine.model.activations, float(x.abs().max())
-        work = lambda: product(x, mode, peak)  # noqa: E731
-    else:
-        work = lambda: torch.nn.functional.linear(x, weights)  # noqa: E731
+    x = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(0))
+    weights = random_weights(LAYOUT, rows, columns)
+    product = Linear(weights) if engine.model.compiled else TorchLinear(weights)
+    mode, peak = engine.model.activations, float(x.abs().max())
     operations = 2 * ROWS * rows * columns
     with torch.inference_mode():
-        work()
-        return [operations / milliseconds(work) / 1e6 for _ in range(repeats)]
+        product(x, mode, peak)
+        return [operations / milliseconds(lambda: product(x, mode, peak)) / 1e6 for _ in range(repeats)]

@@ -33,6 +33,7 @@ from nanokit.lab.params import Params, experiment_params, knob
 from nanokit.lab.progress import Progress, Silent, stop_if
 from nanokit.lab.result import Result
 from nanokit.lab.steadiness import remarks
+from nanokit.lab.table import Table
 
 # Seconds after which no further round of decoding is begun; prefill and verification keep the same budget each.
 BUDGET_S = {"smoke": 3.0, "quick": 15.0, "full": float("inf")}
@@ -121,6 +122,24 @@ class RooflineResult(Result):
             "decode": (m["share_of_limit"], m["decode_arithmetic_share"]),
         }
         return {phase: "memory" if memory > work else "arithmetic" for phase, (memory, work) in shares.items()}
+
+    @property
+    def verdict_p12(self) -> str:
+        """Of the claim that prefill wants memory and decode wants arithmetic."""
+        claimed = {"prefill": "memory", "decode": "arithmetic"}
+        right = [phase for phase, roof in claimed.items() if self.held_up_by[phase] == roof]
+        if len(right) == len(claimed):
+            return "holds here"
+        return f"holds here for {right[0]} only" if right else "does not hold here: it is the other way round"
+
+    def phases(self) -> Table:
+        """Decode and prefill: speed, and the shares of both limits."""
+        m = self.metrics
+        columns = ("phase", "tok/s", "share of memory's limit", "share of arithmetic's")
+        decode = ("decode", m["tok_per_s"], m["share_of_limit"], m["decode_arithmetic_share"])
+        prefill = ("prefill", m["prefill_tok_per_s"], m["prefill_memory_share"], m["prefill_arithmetic_share"])
+        rows = [(name, f"{speed:.1f}", f"{a:.1%}", f"{b:.1%}") for name, speed, a, b in (decode, prefill)]
+        return Table(columns, rows, right=columns[1:])
 
 
 def roofline(

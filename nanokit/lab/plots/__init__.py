@@ -16,6 +16,7 @@ from nanokit.lab.plots.house import (
     show,
 )
 from nanokit.lab.plots.noise_plot import noise, warmup
+from nanokit.lab.plots.product_plot import product
 from nanokit.lab.plots.roofline_plot import roofline, streaming, verification
 from nanokit.lab.plots.step_plot import step_cost
 from nanokit.lab.plots.tour_plot import tour
@@ -34,6 +35,7 @@ __all__ = [
     "lines",
     "mark",
     "noise",
+    "product",
     "roofline",
     "show",
     "step_cost",
