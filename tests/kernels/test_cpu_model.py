@@ -263,7 +263,7 @@ def test_logits_of_ids_are_those_of_all(bind: Bind, opened: Open, name: str) -> 
 
 
 def test_argmax_is_that_of_the_logits_and_the_lowest_among_equals(kernels: Library, tmp_path: Path) -> None:
-    """Equal logits do happen (rows of an embedding that were never trained): greedy must not hang on a thread's turn."""
+    """Equal logits happen (rows of an embedding that were never trained): greedy must not hang on a thread's turn."""
     model = compiled_model("llama")
     rows = model.lm_head.weight.data
     rows[100:331] = rows[:100].repeat(3, 1)[:231]  # each row three or four times

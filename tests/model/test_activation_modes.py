@@ -66,7 +66,7 @@ def test_a_mode_keeps_what_it_promises(default_model: Path, on_text: tuple[list[
     got = logits(model, ids).log_softmax(-1)
     kl = float((wanted.exp() * (wanted - got)).sum(-1).mean())
     top1 = float((wanted.argmax(-1) == got.argmax(-1)).float().mean())
-    print(f"{mode}: KL {kl:.3g}, top-1 {top1:.2%}")
+    print(f"{mode}: KL {kl:.3g}, top-1 {top1:.2%}")  # noqa: T201 - shown with -s
     most, least = BOUNDS[mode]
     assert -1e-6 < kl < most
     assert top1 >= least
@@ -87,8 +87,8 @@ def test_greedy_text_in_a16_is_that_of_fp32(default_model: Path, exact: LoadedEn
         if len(differs):
             at = int(differs[0])
             gaps.append(float(rows[at].max() - rows[at, ours[at]]))
-            print(f"{prompt!r} parts at token {at}, where fp32's best two are {gaps[-1]:.2g} apart")
-    print(f"{len(PROMPTS) - len(gaps)} of {len(PROMPTS)} texts are equal to the last token")
+            print(f"{prompt!r} parts at token {at}, where fp32's best two are {gaps[-1]:.2g} apart")  # noqa: T201 - shown with -s
+    print(f"{len(PROMPTS) - len(gaps)} of {len(PROMPTS)} texts are equal to the last token")  # noqa: T201 - shown with -s
     assert len(PROMPTS) == 20
     assert len(gaps) <= 3
     assert all(gap < GAP for gap in gaps)
