@@ -82,7 +82,7 @@ def test_the_default_pool_ends_at_its_limit_but_holds_one_sequence(tiny: Path) -
 def test_too_little_memory_is_refused_with_numbers_before_weights_are_read(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformer, "find_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(transformer.OpenedModel, "bind", lambda _: pytest.fail("weights were read"))
     monkeypatch.setattr(memory, "free_memory", lambda: 2 << 20)
     with pytest.raises(MemoryBudgetError) as caught:
         load(tiny, max_seqs=16, ctx=512)
