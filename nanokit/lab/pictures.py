@@ -24,6 +24,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from nanokit.lab.palette import smaller
+
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 SCALE = 2  # pixels per CSS pixel, for sharp text on dense screens
 TIMEOUT_S = 60.0
@@ -87,7 +89,7 @@ def png(fig: go.Figure) -> bytes | None:
     browser = _browser()
     if not isinstance(browser, str):
         try:
-            return browser.png(fig.to_dict(), *size(fig))
+            return smaller(browser.png(fig.to_dict(), *size(fig)))
         except OSError as error:  # killed, or silent for TIMEOUT_S: it will not come back by itself
             _found = browser = f"the browser stopped answering ({type(error).__name__})"
     _say_once(

@@ -11,6 +11,7 @@ from nanokit.model.config import ModelConfig
 ROWS = 512  # a prefill
 WEIGHTS = 1 << 20  # at most so many: in 4 bits they stay in a core's second cache
 LAYOUT = "int4-asym-g32"  # codes, scales and minimums as in Q4_1, the default model's format
+ANY_COLUMNS = "int8-sym-channel"  # torch multiplies floats, whatever they come from
 
 
 def weights_of(config: ModelConfig) -> tuple[int, int]:
@@ -27,8 +28,11 @@ def ceiling_of(engine: LoadedEngine, *, repeats: int) -> list[float]:
     columns = engine.model.config.hidden_size
     rows = min(engine.model.config.intermediate_size, WEIGHTS // columns)
     x = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(0))
-    weights = random_weights(LAYOUT, rows, columns)
-    product = Linear(weights) if engine.model.compiled else TorchLinear(weights)
+    product: Linear | TorchLinear
+    if engine.model.compiled:
+        product = Linear(random_weights(LAYOUT, rows, columns))
+    else:
+        product = TorchLinear(random_weights(ANY_COLUMNS, rows, columns))
     mode, peak = engine.model.activations, float(x.abs().max())
     operations = 2 * ROWS * rows * columns
     with torch.inference_mode():

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
 
-from nanokit.lab.plots.house import MARKERS, figure
+from nanokit.lab.plots.house import MARKERS, figure, with_remark
 from nanokit.lab.plots.house import color as paint_of
 
 if TYPE_CHECKING:
@@ -17,20 +17,25 @@ def activation_cost(result: "ActivationResult") -> go.Figure:
     kl = {mode: m[f"kl_mean_{mode}"] for mode in modes}
     ms = {mode: m[f"ms_per_token_{mode}"] for mode in modes}
     closest, farthest, fastest = min(kl, key=kl.__getitem__), max(kl, key=kl.__getitem__), min(ms, key=ms.__getitem__)
-    fig = figure(
+    finding = (
         f"{closest} stays closest to fp32 (KL {kl[closest]:.1g}) at {ms[closest] / ms[fastest]:.2f} times the time<br>"
-        f"of {fastest}; {farthest} moves farthest (KL {kl[farthest]:.2g})",
-        x="time per token (ms)",
-        y="divergence from fp32 activations, mean KL (nats)",
+        f"of {fastest}; {farthest} moves farthest (KL {kl[farthest]:.2g})"
     )
+    fig = figure(
+        with_remark(finding, result.remarks),
+        x="time per token (ms)",
+        y="mean KL to fp32 activations (nats)",
+    )
+    by_kl = sorted(modes, key=kl.__getitem__)  # neighbours in height get their names on different sides
     for index, mode in enumerate(modes):
+        left = by_kl.index(mode) % 2
         fig.add_scatter(
             x=[ms[mode]],
             y=[kl[mode]],
             name=mode,
             mode="markers+text",
-            text=[f"  {mode}"],
-            textposition="middle right",
+            text=[f"{mode}  " if left else f"  {mode}"],
+            textposition="middle left" if left else "middle right",
             cliponaxis=False,
             marker={"color": paint_of(mode, index), "symbol": MARKERS[index % len(MARKERS)], "size": 11},
             hovertemplate=f"{mode}: %{{x:.2f}} ms, KL %{{y:.2g}}<extra></extra>",

@@ -95,8 +95,14 @@ def figure(finding: str, *, x: str = "", y: str = "", summary: str = "", height:
         xaxis_title_text=x,
         yaxis_title_text=y,
         meta={"summary": summary or finding.replace("<br>", " ")},
+        margin_t=60 + 20 * max(0, finding.count("<br>") - 1),
     )
     return fig
+
+
+def with_remark(finding: str, remarks: Sequence[str]) -> str:
+    """The finding, and beneath it the first remark up to its colon, if there is one: why it is not to be quoted."""
+    return finding + f"<br><i>{remarks[0].partition(':')[0]}: not to be quoted</i>" if remarks else finding
 
 
 def bars(

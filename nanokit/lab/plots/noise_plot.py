@@ -1,10 +1,8 @@
 """The noise's figures: the times of one and the same step, and how far comparisons of it with itself are from 1."""
 
-import statistics
-
 import plotly.graph_objects as go
 
-from nanokit.lab.plots.house import BLUE, GREY, MARKERS, ORANGE, PALETTE, figure, mark
+from nanokit.lab.plots.house import BLUE, GREY, MARKERS, ORANGE, PALETTE, figure
 from nanokit.lab.result import Result
 
 SHOWN = 120  # steps of the long series that are drawn; more would be a band
@@ -21,7 +19,7 @@ def warmup(result: Result) -> go.Figure:
     fig = figure(
         f"The first step took {m['first_step_vs_usual']:.1f} times the usual one,<br>"
         f"a step after a pause {m['rested_step_vs_usual']:.1f} times",
-        x="step, in the order of time",
+        x=f"step, in the order of time (dashed: the median at once, {m['same_step_ms']:.2f} ms)",
         y="time of the same step (ms)",
     )
     at = 0
@@ -40,7 +38,7 @@ def warmup(result: Result) -> go.Figure:
         at += len(values)
     fig.update_yaxes(rangemode="tozero")
     fig.update_layout(margin_t=96)
-    mark(fig, f"median at once: {statistics.median(s['same_ms']):.2f} ms", y=statistics.median(s["same_ms"]))
+    fig.add_hline(y=m["same_step_ms"], line={"color": GREY, "dash": "dash", "width": 1.5})
     return fig
 
 
@@ -64,5 +62,5 @@ def noise(result: Result) -> go.Figure:
             marker={"color": PALETTE[index], "symbol": MARKERS[index], "size": 8, "opacity": 0.65},
         )
     fig.add_vline(x=1, line={"color": GREY, "dash": "dash", "width": 1.5})
-    fig.update_yaxes(autorange="reversed", showgrid=False, showline=False, tickcolor="rgba(0,0,0,0)")
+    fig.update_yaxes(range=[len(WAYS) - 0.5, -0.5], showgrid=False, showline=False, tickcolor="rgba(0,0,0,0)")
     return fig

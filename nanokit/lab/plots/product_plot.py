@@ -2,7 +2,7 @@
 
 import plotly.graph_objects as go
 
-from nanokit.lab.plots.house import bars
+from nanokit.lab.plots.house import bars, with_remark
 from nanokit.lab.result import Result
 
 
@@ -14,12 +14,10 @@ def product(result: Result) -> go.Figure:
         f"One row uses {m['one_row_share']:.0%} of the speed of reading;<br>"
         f"{rows} take {m['v_ratio']:.2f} times as long, at {m['rows_gop_per_s']:.0f}e9 operations a second"
     )
-    if result.remarks:
-        finding += f"<br><i>{result.remarks[0].partition(':')[0]}: not to be quoted</i>"
     series = {
         "limit: reading alone": s["stream_gb_s"],
         "decode: 1 row": s["one_row_gb_s"],
         f"verification: {rows}": s["rows_gb_s"],
     }
     unit = f"weights, {p['weights']} x {p['activations']}, {m['walk_bytes'] / 2**20:.0f} MiB (GB/s)"
-    return bars(finding, series, unit=unit)
+    return bars(with_remark(finding, result.remarks), series, unit=unit)

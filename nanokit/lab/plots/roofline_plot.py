@@ -1,13 +1,16 @@
 """The roofline's figures: streaming by size, forwards under the two roofs, and what several rows cost."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from nanokit.lab.plots.house import BLUE, GREEN, GREY, MARKERS, ORANGE, figure, lines, mark
+from nanokit.lab.plots.house import BLUE, GREEN, GREY, MARKERS, ORANGE, figure, lines, mark, with_remark
 
 if TYPE_CHECKING:
     from nanokit.lab.experiments.roofline import RooflineResult
+
+TICKS = [digit * 10**power for power in range(6) for digit in (1, 2, 5)]  # of a logarithmic axis
 
 
 def streaming(result: "RooflineResult") -> go.Figure:
@@ -33,11 +36,14 @@ def roofline(result: "RooflineResult") -> go.Figure:
     """Operations a second over operations per byte, both logarithmic, under memory's and arithmetic's roof."""
     p, m = result.params.to_dict(), result.metrics
     stream, ceiling = m["stream_gb_s"], m["ceiling_gop_per_s"]
-    fig = figure(
+    finding = (
         f"One row runs at {m['share_of_limit']:.0%} of memory's roof;<br>"
-        f"a prompt of {p['prompt_tokens']} tokens at {m['prefill_arithmetic_share']:.0%} of arithmetic's",
+        f"a prompt of {p['prompt_tokens']} tokens at {m['prefill_arithmetic_share']:.0%} of arithmetic's"
+    )
+    fig = figure(
+        with_remark(finding, result.remarks),
         x="operations per byte of weights read (rows of the forward)",
-        y="operations with weights (1e9 per second)",
+        y="operations (1e9 per second)",
     )
     several, tokens = result.points, int(str(p["prompt_tokens"]))
     per_row = 2 * m["weights_per_token"] / m["bytes_per_token"]
@@ -64,14 +70,17 @@ def roofline(result: "RooflineResult") -> go.Figure:
             marker={"color": paint, "symbol": MARKERS[index], "size": 9},
             hovertemplate="%{text} rows: %{y:.0f} e9 operations/s<extra></extra>",
         )
+    on_slope = ridge**0.7 * first**0.3
     notes = [
-        (first * 1.15, first * 1.15 * stream, f"memory: {stream:.1f} GB/s", "bottom", "left"),
-        (last, ceiling, f"arithmetic: {ceiling:.0f} e9/s", "bottom", "right"),
+        (on_slope, on_slope * stream, f"memory: {stream:.1f} GB/s", "right"),
+        (ridge * 1.2, ceiling, f"arithmetic: {ceiling:.0f}e9 per second", "left"),
     ]
-    for x, y, text, vertical, horizontal in notes:
-        fig.add_annotation(x=_log(x), y=_log(y), text=text, yanchor=vertical, xanchor=horizontal, yshift=6)
-    fig.update_xaxes(type="log")
-    fig.update_yaxes(type="log")
+    for x, y, text, side in notes:  # on a logarithmic axis, notes and ranges are given as logarithms
+        at = {"x": math.log10(x), "y": math.log10(y)}
+        fig.add_annotation(**at, text=text, xanchor=side, yanchor="bottom", xshift=-6 if side == "right" else 0)
+    lowest = min([first * stream, *(speed for _, speed in several.values())])
+    fig.update_xaxes(type="log", dtick=1, range=[math.log10(first), math.log10(max(last, ridge))])
+    fig.update_yaxes(type="log", tickvals=TICKS, range=[math.log10(lowest / 1.3), math.log10(2 * ceiling)])
     return fig
 
 
@@ -82,20 +91,16 @@ def _rows(result: "RooflineResult") -> float:
     return operations / (2 * m["weights_per_token"])
 
 
-def _log(value: float) -> float:
-    """Annotations on a logarithmic axis stand at the logarithm."""
-    import math
-
-    return math.log10(value)
-
-
 def verification(result: "RooflineResult") -> go.Figure:
     """Time of a forward of n rows over that of one, by context length; what n separate forwards would cost, dotted."""
     v = result.v
     ctx, rows = next(iter(v)), max(next(iter(v.values())))
-    fig = lines(
+    finding = (
         f"{rows} rows in one forward cost {v[ctx][rows]:.1f} forwards of one row,<br>"
-        f"not {rows}: after {ctx} tokens of context",
+        f"not {rows}: after {ctx} tokens of context"
+    )
+    fig = lines(
+        with_remark(finding, result.remarks),
         {f"ctx {length}": (list(per_rows), list(per_rows.values())) for length, per_rows in v.items()},
         x="rows of the forward (tokens)",
         y="time over that of one row (ratio)",

@@ -2,7 +2,7 @@
 
 import plotly.graph_objects as go
 
-from nanokit.lab.plots.house import bars
+from nanokit.lab.plots.house import bars, with_remark
 from nanokit.lab.result import Result
 
 
@@ -14,12 +14,10 @@ def step_cost(result: Result) -> go.Figure:
         f"{rows} cost {m['v_ratio']:.2f} times one: {m['row_tok_per_s']:.0f} tokens a second;<br>"
         f"one row is at {m['one_row_share']:.0%} of the streaming limit"
     )
-    if result.remarks:
-        finding += f"<br><i>{result.remarks[0].partition(':')[0]}: not to be quoted</i>"
     series = {
         f"verification: {rows}": s["rows_ms"],
         "decode: 1 row": s["one_row_ms"],
         f"limit: reading {m['bytes_per_token'] / 1e6:.0f} MB": s["stream_ms"],
     }
     unit = f"time of a forward, {p['activations']}, {p['kv_format']} pages, context {p['ctx']} (ms)"
-    return bars(finding, series, unit=unit, digits=2)
+    return bars(with_remark(finding, result.remarks), series, unit=unit, digits=2)

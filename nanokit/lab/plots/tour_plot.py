@@ -4,7 +4,7 @@ import statistics
 
 import plotly.graph_objects as go
 
-from nanokit.lab.plots.house import bars
+from nanokit.lab.plots.house import bars, with_remark
 from nanokit.lab.result import Result
 
 
@@ -19,8 +19,6 @@ def tour(result: Result) -> go.Figure:
         f"A token of the answer costs {ratio:.0f} times one of the prompt;<br>"
         f"reading the weights once is {statistics.median(stream_ms) / m['decode_ms_per_token']:.0%} of that"
     )
-    if result.remarks:
-        finding += f"<br><i>{result.remarks[0].partition(':')[0]}: not to be quoted</i>"
     series = {
         "prefill": [1e3 / speed for speed in s["prefill_tok_per_s"]],
         "decode": s["decode_ms_per_token"],
@@ -28,7 +26,7 @@ def tour(result: Result) -> go.Figure:
         f"limit in fp32: {m['fp32_bytes_per_token'] / 1e6:.0f} MB": fp32_ms,
     }
     return bars(
-        finding,
+        with_remark(finding, result.remarks),
         series,
         unit=f"time per token, prompts of {result.params.to_dict()['prompt_tokens']} tokens (ms)",
     )
