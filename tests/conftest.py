@@ -31,6 +31,12 @@ def engine(default_model: Path) -> LoadedEngine:
 
 
 @pytest.fixture(scope="session")
+def exact_engine(default_model: Path) -> LoadedEngine:
+    """The default model with activations and pages in fp32, as transformers computes; of few pages."""
+    return load(default_model, activations="fp32", kv_memory="64MiB")
+
+
+@pytest.fixture(scope="session")
 def oracle(default_model: Path) -> torch.nn.Module:
     """transformers' own reading of the same file (seconds: its dequantization is independent of ours)."""
     from transformers import AutoModelForCausalLM

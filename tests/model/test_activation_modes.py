@@ -35,12 +35,6 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def exact(default_model: Path) -> LoadedEngine:
-    """Activations and pages in fp32."""
-    return load(default_model, activations="fp32", kv_memory="64MiB")
-
-
 def logits(engine: LoadedEngine, ids: list[int], kv_format: str = "fp32") -> Tensor:
     blocks = -(-len(ids) // 64)
     pages = PagedKV(engine.model.config, blocks, kv_format)
@@ -49,11 +43,11 @@ def logits(engine: LoadedEngine, ids: list[int], kv_format: str = "fp32") -> Ten
 
 
 @pytest.fixture(scope="module")
-def on_text(exact: LoadedEngine) -> tuple[list[int], Tensor]:
+def on_text(exact_engine: LoadedEngine) -> tuple[list[int], Tensor]:
     """The text's tokens and their log probabilities in fp32."""
     text = (data_dir() / "texts" / "lighthouse.txt").read_text("utf-8")
-    ids = exact.tokenizer.encode(text)[:TOKENS]
-    return ids, logits(exact, ids).log_softmax(-1)
+    ids = exact_engine.tokenizer.encode(text)[:TOKENS]
+    return ids, logits(exact_engine, ids).log_softmax(-1)
 
 
 @pytest.mark.parametrize("mode", BOUNDS)
@@ -72,7 +66,7 @@ def test_a_mode_keeps_what_it_promises(default_model: Path, on_text: tuple[list[
     assert top1 >= least
 
 
-def test_greedy_text_in_a16_is_that_of_fp32(default_model: Path, exact: LoadedEngine) -> None:
+def test_greedy_text_in_a16_is_that_of_fp32(default_model: Path, exact_engine: LoadedEngine) -> None:
     """Twenty texts of 60 tokens with fp16 pages, up to audited ties. One forward of the reference over a finished text
     has the same best tokens as its own greedy decoding would up to the first that differs, in a twentieth of the time.
     """
@@ -80,9 +74,9 @@ def test_greedy_text_in_a16_is_that_of_fp32(default_model: Path, exact: LoadedEn
     assert fast.model.compiled
     gaps = []
     for done, prompt in zip(fast.generate(PROMPTS, Sampling(max_tokens=60, ignore_eos=True)), PROMPTS, strict=True):
-        ours, asked = torch.tensor(done.token_ids), exact.tokenizer.encode(prompt)
+        ours, asked = torch.tensor(done.token_ids), exact_engine.tokenizer.encode(prompt)
         assert len(ours) == 60
-        rows = logits(exact, asked + done.token_ids)[len(asked) - 1 : -1]
+        rows = logits(exact_engine, asked + done.token_ids)[len(asked) - 1 : -1]
         differs = (rows.argmax(-1) != ours).nonzero()
         if len(differs):
             at = int(differs[0])

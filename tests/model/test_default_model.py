@@ -21,14 +21,14 @@ pytestmark = pytest.mark.model
 MOON = "Write three sentences about the moon."
 
 
-def test_logits_on_a_text_of_512_tokens(engine: LoadedEngine, oracle: torch.nn.Module) -> None:
+def test_logits_on_a_text_of_512_tokens(exact_engine: LoadedEngine, oracle: torch.nn.Module) -> None:
     """max |Δ| < 1e-3 in fp32 and the same best token at every position: a wrong rope base or one swapped layer stays
     below what 4-bit weights lose anyway, so that nothing less than this shows it."""
     text = (data_dir() / "texts" / "lighthouse.txt").read_text("utf-8")
-    ids = engine.tokenizer.encode(text)[:512]
+    ids = exact_engine.tokenizer.encode(text)[:512]
     assert len(ids) == 512
-    pages = PagedKV(engine.model.config, 8)
-    ours = engine.model.head.logits(engine.model.forward(Batch(ids, [512], [512], [list(range(8))]), pages))
+    pages = PagedKV(exact_engine.model.config, 8)
+    ours = exact_engine.model.head.logits(exact_engine.model.forward(Batch(ids, [512], [512], [list(range(8))]), pages))
     with torch.inference_mode():
         theirs = oracle(torch.tensor([ids])).logits[0]
     assert (ours - theirs).abs().max() < 1e-3
