@@ -1,5 +1,7 @@
 """How fast products of the engine's kind are when no weight has to come from memory: the roofline's flat part."""
 
+from collections.abc import Callable
+
 import torch
 
 from nanokit.engine.load import LoadedEngine
@@ -22,9 +24,10 @@ def weights_of(config: ModelConfig) -> tuple[int, int]:
     return config.num_layers * (attention + feed_forward), config.vocab_size * config.hidden_size
 
 
-def ceiling_of(engine: LoadedEngine, *, repeats: int) -> list[float]:
-    """1e9 operations a second, one sample a repeat: ROWS rows times one feed-forward matrix of the engine's model (cut
-    to WEIGHTS weights), again and again, by the kernels and in the activation mode of the engine."""
+def ceiling_of(engine: LoadedEngine) -> Callable[[int], list[float]]:
+    """A function of `repeats` that returns 1e9 operations a second, one sample a repeat: ROWS rows times one
+    feed-forward matrix of the engine's model (cut to WEIGHTS weights), again and again, by the kernels and in the
+    activation mode of the engine."""
     columns = engine.model.config.hidden_size
     rows = min(engine.model.config.intermediate_size, WEIGHTS // columns)
     x = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(0))
@@ -35,6 +38,10 @@ def ceiling_of(engine: LoadedEngine, *, repeats: int) -> list[float]:
         product = TorchLinear(random_weights(ANY_COLUMNS, rows, columns))
     mode, peak = engine.model.activations, float(x.abs().max())
     operations = 2 * ROWS * rows * columns
-    with torch.inference_mode():
-        product(x, mode, peak)
-        return [operations / milliseconds(lambda: product(x, mode, peak)) / 1e6 for _ in range(repeats)]
+
+    def measured(repeats: int) -> list[float]:
+        with torch.inference_mode():
+            product(x, mode, peak)
+            return [operations / milliseconds(lambda: product(x, mode, peak)) / 1e6 for _ in range(repeats)]
+
+    return measured

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from nanokit.kernels import activations
 from nanokit.kernels.cpu import NoKernelsError
-from nanokit.kernels.cpu.bound import Functions
 from nanokit.kernels.cpu.library import library
 from nanokit.kernels.cpu.ops import Linear
-from nanokit.kernels.cpu.team import team
 from nanokit.lab.bench.timing import Rounds, Samples, in_turns, milliseconds
+from nanokit.lab.experiments.reading import reader_of
 from nanokit.lab.lock import measuring
 from nanokit.lab.params import Params, experiment_params, knob
 from nanokit.lab.progress import Progress, Silent, stop_if
@@ -142,17 +141,9 @@ def _matrices(
     for _ in range(_copies(p, packed[0].packed.nbytes) - 1):
         stop_if(cancel)
         packed.append(Linear(weights))
-    return packed, _reader(packed), sum(each.packed.nbytes for each in packed)
+    read = reader_of([array for each in packed for array in each.packed.arrays])
+    return packed, read, sum(each.packed.nbytes for each in packed)
 
 
 def _copies(p: ProductParams, size: int) -> int:
     return max(1, round((p.mib << 20) / size))
-
-
-def _reader(packed: list[Linear]) -> Callable[[], object]:
-    """Read every byte once, by the kernels' threads."""
-    arrays = [array for each in packed for array in each.packed.arrays]
-    spans = np.array([array.ctypes.data for array in arrays], np.int64)
-    sizes = np.array([array.nbytes for array in arrays], np.int64)
-    stream, threads = Functions(library()).stream, team(library())
-    return lambda: stream(threads.handle, spans.ctypes.data, sizes.ctypes.data, len(spans))

@@ -10,6 +10,8 @@ from nanokit.lab.plots.house import color as paint_of
 if TYPE_CHECKING:
     from nanokit.lab.experiments.activation_cost import ActivationResult
 
+CLOSE = 4  # of divergences: so near that names would overlap
+
 
 def activation_cost(result: "ActivationResult") -> go.Figure:
     """KL to fp32 activations (logarithmic) over milliseconds per token, a point a mode."""
@@ -26,9 +28,9 @@ def activation_cost(result: "ActivationResult") -> go.Figure:
         x="time per token (ms)",
         y="mean KL to fp32 activations (nats)",
     )
-    by_kl = sorted(modes, key=kl.__getitem__)  # neighbours in height get their names on different sides
     for index, mode in enumerate(modes):
-        left = by_kl.index(mode) % 2
+        # Of two at nearly one height, the names stand on the outer sides.
+        left = any(ms[mode] < ms[other] and 1 / CLOSE < kl[mode] / kl[other] < CLOSE for other in modes)
         fig.add_scatter(
             x=[ms[mode]],
             y=[kl[mode]],

@@ -34,6 +34,7 @@ METHODS = {
 
 WIDTH = 660
 HEIGHT = 380
+LINE = 21  # of the title, px
 MOST_TICKS = 12
 DASHES = ("solid", "dash", "dot", "dashdot")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x")
@@ -59,7 +60,10 @@ HOUSE = go.layout.Template(
             "x": 0,
             "xref": "container",
             "xanchor": "left",
-            "pad": {"l": 12},
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"l": 12, "t": 10},
             "font": {"size": 16, "weight": 600},
         },
         "colorway": list(PALETTE),
@@ -95,7 +99,7 @@ def figure(finding: str, *, x: str = "", y: str = "", summary: str = "", height:
         xaxis_title_text=x,
         yaxis_title_text=y,
         meta={"summary": summary or finding.replace("<br>", " ")},
-        margin_t=60 + 20 * max(0, finding.count("<br>") - 1),
+        margin_t=60 + LINE * max(0, finding.count("<br>") - 1),
     )
     return fig
 

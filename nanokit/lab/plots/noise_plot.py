@@ -37,7 +37,7 @@ def warmup(result: Result) -> go.Figure:
         )
         at += len(values)
     fig.update_yaxes(rangemode="tozero")
-    fig.update_layout(margin_t=96)
+    fig.update_layout(margin_t=82)
     fig.add_hline(y=m["same_step_ms"], line={"color": GREY, "dash": "dash", "width": 1.5})
     return fig
 

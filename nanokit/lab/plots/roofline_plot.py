@@ -19,8 +19,8 @@ def streaming(result: "RooflineResult") -> go.Figure:
     sizes: Any = p["buffers"]
     speeds = [m[f"read_gb_s_of_{size}_mib"] for size in sizes]
     fig = lines(
-        f"Reading {sizes[0]} MiB again and again runs at {speeds[0]:.0f} GB/s,<br>"
-        f"{sizes[-1]} MiB at {speeds[-1]:.0f} GB/s: a small buffer never leaves the cache",
+        f"The same {sizes[0]} MiB can be read again and again at {speeds[0]:.0f} GB/s,<br>"
+        f"the same {sizes[-1]} MiB at {speeds[-1]:.0f} GB/s",
         {"": (sizes, speeds)},
         x="size of what is read (MiB)",
         y="reading speed (GB/s)",
@@ -48,7 +48,7 @@ def roofline(result: "RooflineResult") -> go.Figure:
     several, tokens = result.points, int(str(p["prompt_tokens"]))
     per_row = 2 * m["weights_per_token"] / m["bytes_per_token"]
     prompt = per_row * _rows(result)
-    first, last, ridge = per_row / 1.6, prompt * 1.8, ceiling / stream
+    first, last, ridge = per_row / 3, prompt * 1.8, ceiling / stream
     roof = {"color": GREY, "width": 2, "dash": "dash"}
     ends = [(first, first * stream), (ridge, ceiling), (max(last, ridge), ceiling)]
     fig.add_scatter(
@@ -70,14 +70,13 @@ def roofline(result: "RooflineResult") -> go.Figure:
             marker={"color": paint, "symbol": MARKERS[index], "size": 9},
             hovertemplate="%{text} rows: %{y:.0f} e9 operations/s<extra></extra>",
         )
-    on_slope = ridge**0.7 * first**0.3
     notes = [
-        (on_slope, on_slope * stream, f"memory: {stream:.1f} GB/s", "right"),
-        (ridge * 1.2, ceiling, f"arithmetic: {ceiling:.0f}e9 per second", "left"),
+        (first * 1.2, first * 1.2 * stream, f"memory: {stream:.1f} GB/s", "left", "middle"),
+        (last * 0.95, ceiling, f"arithmetic: {ceiling:.0f}e9 per second", "right", "bottom"),
     ]
-    for x, y, text, side in notes:  # on a logarithmic axis, notes and ranges are given as logarithms
+    for x, y, text, side, edge in notes:  # on a logarithmic axis, notes and ranges are given as logarithms
         at = {"x": math.log10(x), "y": math.log10(y)}
-        fig.add_annotation(**at, text=text, xanchor=side, yanchor="bottom", xshift=-6 if side == "right" else 0)
+        fig.add_annotation(**at, text=text, xanchor=side, yanchor=edge, xshift=12 if side == "left" else 0)
     lowest = min([first * stream, *(speed for _, speed in several.values())])
     fig.update_xaxes(type="log", dtick=1, range=[math.log10(first), math.log10(max(last, ridge))])
     fig.update_yaxes(type="log", tickvals=TICKS, range=[math.log10(lowest / 1.3), math.log10(2 * ceiling)])
