@@ -176,6 +176,7 @@ class Bound:
             pages,
         )
 
+    @torch.inference_mode()
     def run(self, plan: Plan, peaks: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, fp32 [rows, hidden_size]; writes the step's keys and values.
 
@@ -193,6 +194,7 @@ class Bound:
             hidden = hidden + layer.down(gated)
         return rms_norm(hidden, self._final_norm, eps)
 
+    @torch.inference_mode()
     def logits(self, hidden: Tensor, ids: Tensor | None = None, peaks: Tensor | None = None) -> Tensor:
         """Logits of all ids [rows, vocab_size], or of the given ids [rows, len(ids)], fp32. hidden: as `run` gives it.
         peaks: as in `run`."""
@@ -202,8 +204,8 @@ class Bound:
         return linear(self._seen(hidden.float(), 4 * len(self._layers), peaks), weight, bias)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """The id of the largest logit, int64 [rows]; among equals the lowest id."""
-        return self.logits(hidden).argmax(dim=-1)
+        """The id of the largest logit, int64 [rows]; among equals the lowest id; -1 where one is not finite."""
+        return torch.tensor([selection.argmax(row) for row in self.logits(hidden)], dtype=torch.int64)
 
     @property
     def bytes_per_token(self) -> int:

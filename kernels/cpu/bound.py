@@ -8,8 +8,10 @@ computes one step at a time: its workspace is scratch, and the team's calls queu
 import ctypes
 import math
 import time
+from array import array
 from ctypes import POINTER, byref, c_int, c_int64, c_long, c_uint64, c_void_p
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,8 +81,7 @@ class Bound:
             config.head_dim, config.vocab_size, MODES[activations], config.rms_eps, embedding, head,
             self._vector(weights.final_norm), ctypes.addressof(self._layers), None, None,
         )  # fmt: skip
-        self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim)
-        self._cos = self._sin = np.empty((0, config.head_dim // 2), np.float32)
+        self._rope = Rope(config.rope.inverse_frequencies(config.head_dim))
         self._workspace = self._c.create()
         self._pages: tuple[Any, ...] | None = None
         self.peaks: Tensor | None = None
@@ -124,30 +125,28 @@ class Bound:
 
     def plan(self, batch: "Batch", pages: "Pages") -> Plan:
         """Resolve positions, blocks and pages of a step. Sequences without new tokens take no part in it."""
-        live = [i for i, length in enumerate(batch.query_lens) if length]
         positions: list[int] = []
         blocks: list[int] = []
-        first_row, first_block = [0], [0]
-        for i in live:
-            kv_len = batch.kv_lens[i]
-            positions += range(kv_len - batch.query_lens[i], kv_len)
-            blocks += batch.block_tables[i][: -(-kv_len // pages.block_size)]
-            first_row.append(len(positions))
-            first_block.append(len(blocks))
-        kv_lens = [batch.kv_lens[i] for i in live]
-        self._grow_rope(max(kv_lens, default=0))
-        parts = [batch.token_ids, positions, first_row, first_block, kv_lens, blocks]
-        words = np.fromiter((x for part in parts for x in part), np.int64, sum(map(len, parts)))
-        at, addresses = words.ctypes.data, []
-        for part in parts:
+        first_row, first_block, kv_lens = [0], [0], []
+        for query_len, kv_len, table in zip(batch.query_lens, batch.kv_lens, batch.block_tables, strict=True):
+            if query_len:
+                positions += range(kv_len - query_len, kv_len)
+                blocks += table[: -(-kv_len // pages.block_size)]
+                first_row.append(len(positions))
+                first_block.append(len(blocks))
+                kv_lens.append(kv_len)
+        rope = self._rope = self._rope.reaching(max(kv_lens, default=0))
+        at, addresses = 0, []
+        for part in (parts := (batch.token_ids, positions, first_row, first_block, kv_lens, blocks)):
             addresses.append(at)
             at += 8 * len(part)
-        kv_format, keys, values, key_scales, value_scales = self._addresses(pages)
+        words = array("q", list(chain.from_iterable(parts)))
+        start = words.buffer_info()[0]
         step = structs.Step(
-            len(positions), len(live), *addresses, self._cos.ctypes.data, self._sin.ctypes.data,
-            kv_format, keys, values, key_scales, value_scales,
+            len(positions), len(kv_lens), *[start + offset for offset in addresses], *rope.addresses,
+            *self._addresses(pages),
         )  # fmt: skip
-        return Plan(step, len(positions), (words, self._cos, self._sin, self._pages))
+        return Plan(step, len(positions), (words, rope, self._pages))
 
     def run(self, plan: Plan, peaks: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, fp32 [rows, hidden_size]; writes the step's keys and values.
@@ -174,10 +173,11 @@ class Bound:
         return out[:, : self._config.vocab_size]
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """The id of the largest logit of every row, int64 [rows]; among equals the lowest; -1 where one is not finite."""
+        """The id of the largest logit of every row, int64 [rows]: the lowest among equals, -1 where one is not finite."""
         hidden = self._input(hidden)
-        best = torch.empty(len(hidden), dtype=torch.int64)
-        self._done(self._c.argmax(*self._call(), len(hidden), hidden.data_ptr(), best.data_ptr()))
+        rows = hidden.shape[0]
+        best = torch.empty(rows, dtype=torch.int64)
+        self._done(self._c.argmax(*self._call(), rows, hidden.data_ptr(), best.data_ptr()))
         return best
 
     # -- what a step reads --------------------------------------------------------------------------------------------
@@ -208,26 +208,38 @@ class Bound:
         return self._team.handle, self._workspace, byref(model)
 
     def _input(self, hidden: Tensor) -> Tensor:
+        if hidden.dtype is torch.float32 and hidden.is_contiguous():
+            return hidden
         return hidden.to(torch.float32).contiguous()
 
     def _done(self, code: int) -> None:
         if code:
             raise NanokitError(
                 "the CPU kernels could not run the step",
-                found={-1: "no memory for its scratch", -2: f"{self._config.num_layers} layers"}[code],
-                needed="scratch memory, and at most 292 layers",
+                found="no memory for its scratch",
                 do="lower token_budget or ctx, or free memory",
             )
 
-    def _addresses(self, pages: "Pages") -> tuple[int, int, int, int, int]:
+    def _addresses(self, pages: "Pages") -> tuple[int, ...]:
+        """KV format and where the tables of page addresses lie."""
         if self._pages is None or self._pages[0] is not pages:
-            self._pages = (pages, pages.addresses())
-        a = self._pages[1]
-        return KV_FORMATS[pages.kv_format], *(x.ctypes.data for x in (a.keys, a.values, a.key_scales, a.value_scales))
+            found = pages.addresses()
+            tables = (found.keys, found.values, found.key_scales, found.value_scales)
+            self._pages = (pages, found, (KV_FORMATS[pages.kv_format], *(table.ctypes.data for table in tables)))
+        return self._pages[2]
 
-    def _grow_rope(self, positions: int) -> None:
-        if positions <= len(self._cos):
-            return
-        length = math.ceil(positions / ROPE_ROWS) * ROPE_ROWS
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * self._inverse_frequencies
-        self._cos, self._sin = angles.cos().contiguous().numpy(), angles.sin().contiguous().numpy()
+
+class Rope:
+    """cos and sin of every position so far, fp32 [positions, head_dim / 2]; grown by a new one when a step needs it."""
+
+    def __init__(self, inverse_frequencies: Tensor, positions: int = 0) -> None:
+        angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies
+        self._inverse_frequencies, self._length = inverse_frequencies, positions
+        self._tables = angles.cos().contiguous(), angles.sin().contiguous()
+        self.addresses = tuple(table.data_ptr() for table in self._tables)
+
+    def reaching(self, positions: int) -> "Rope":
+        """A table of at least so many positions: this one, if it is long enough."""
+        if positions <= self._length:
+            return self
+        return Rope(self._inverse_frequencies, math.ceil(positions / ROPE_ROWS) * ROPE_ROWS)

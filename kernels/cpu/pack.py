@@ -26,7 +26,8 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix in panels. struct: what C reads; the arrays hold its memory."""
+    """A matrix in panels. struct: what C reads; the arrays hold its memory: panels uint8 [panels, bytes], and the bias
+    of its layer if it has one."""
 
     struct: Matrix
     arrays: tuple[np.ndarray, ...]
@@ -64,14 +65,13 @@ class Arena:
     def __init__(self) -> None:
         self._chunk, self._used = np.empty(0, np.uint8), 0
 
-    def keep(self, array: np.ndarray) -> np.ndarray:
-        """A copy of the array, its first byte on 64."""
-        if self._used + array.nbytes > len(self._chunk):
-            chunk = np.empty(max(self.CHUNK, array.nbytes) + ALIGNMENT, np.uint8)
+    def take(self, nbytes: int) -> np.ndarray:
+        """uint8 [nbytes] of unknown content, the first byte on 64."""
+        if self._used + nbytes > len(self._chunk):
+            chunk = np.empty(max(self.CHUNK, nbytes) + ALIGNMENT, np.uint8)
             self._chunk, self._used = chunk[-chunk.ctypes.data % ALIGNMENT :], 0
-        out = self._chunk[self._used : self._used + array.nbytes].view(array.dtype).reshape(array.shape)
-        self._used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        np.copyto(out, array)
+        out = self._chunk[self._used : self._used + nbytes]
+        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return out
 
 
@@ -84,18 +84,17 @@ def pack(name: str, q: QTensor, arena: Arena, bias: np.ndarray | None = None, *,
     codes = np.empty((-(-rows // LANES) * LANES, columns), np.uint8)
     np.add(q.codes.view(np.uint8), np.uint8(offset if q.table is None else 0), out=codes[:rows])  # modulo 256
     codes[rows:] = offset if q.table is None else 0
-    packed = arena.keep(_panels(codes, kind))
     half = all(_fits_half(part) for part in (q.scales, q.minimums))
-    scales = arena.keep(_by_panel(q.scales, half))
-    minimums = None if q.minimums is None else arena.keep(_by_panel(q.minimums, half))
-    added = None if bias is None else arena.keep(_padded(bias.astype(np.float32)))
+    parts = [_panels(codes, kind), *(_by_panel(part, half) for part in (q.scales, q.minimums) if part is not None)]
+    panels, starts = _joined(parts, arena)
+    first = [panels.ctypes.data + start for start in starts]
+    added = None if bias is None else _padded(bias.astype(np.float32))
     table = (q.table.view(np.uint8) + np.uint8(128)).tolist() if q.table is not None else [0] * 16
     struct = Matrix(
-        rows, columns, kind, BIAS[offset], q.group, int(half), packed.nbytes // len(packed), packed.ctypes.data,
-        scales.ctypes.data, None if minimums is None else minimums.ctypes.data,
-        None if added is None else added.ctypes.data, tuple(table),
+        rows, columns, kind, BIAS[offset], q.group, int(half), parts[0].shape[1], panels.shape[1], *first[:2],
+        None if q.minimums is None else first[2], None if added is None else added.ctypes.data, tuple(table),
     )  # fmt: skip
-    return Packed(struct, tuple(array for array in (packed, scales, minimums, added) if array is not None))
+    return Packed(struct, (panels,) if added is None else (panels, added))
 
 
 def _kind(q: QTensor, planes: bool) -> tuple[int, int]:
@@ -131,9 +130,23 @@ def _fits_half(values: np.ndarray | None) -> bool:
 
 
 def _by_panel(values: np.ndarray, half: bool) -> np.ndarray:
-    """[rows, groups] as [panels, groups, 16], fp16 if `half`."""
+    """[rows, groups] as the bytes of [panels, groups, 16], fp16 if `half`."""
     padded = _padded(values.astype(np.float16 if half else np.float32, copy=False))
-    return np.ascontiguousarray(padded.reshape(-1, LANES, values.shape[1]).transpose(0, 2, 1))
+    panels = np.ascontiguousarray(padded.reshape(-1, LANES, values.shape[1]).transpose(0, 2, 1))
+    return panels.reshape(len(panels), -1).view(np.uint8)
+
+
+def _joined(parts: list[np.ndarray], arena: Arena) -> tuple[np.ndarray, list[int]]:
+    """Parts uint8 [panels, bytes] one after the other in each panel, and where each begins, a multiple of 64."""
+    starts, end = [], 0
+    for part in parts:
+        starts.append(end)
+        end += -(-part.shape[1] // ALIGNMENT) * ALIGNMENT
+    out = arena.take(len(parts[0]) * end).reshape(-1, end)
+    for start, part, stop in zip(starts, parts, [*starts[1:], end], strict=True):
+        out[:, start : start + part.shape[1]] = part
+        out[:, start + part.shape[1] : stop] = 0
+    return out, starts
 
 
 def _padded(values: np.ndarray) -> np.ndarray:

@@ -16,7 +16,6 @@ float64. Passes over the vocabulary (the largest few, the sum of all weights, th
 setting dropped logits to -inf in place (it keeps ties beyond k, and the noise of all tokens would be needed).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,19 +79,12 @@ def draw(head: Head, hidden: Tensor, rows: Sequence[Row]) -> list[int | NanokitE
 
     hidden: [len(rows), hidden_size]. A row that fails does not fail its neighbours.
     """
-    finite = [math.isfinite(peak) for peak in hidden.abs().amax(dim=-1).tolist()]  # the largest is NaN if any is
-    if all(finite):
-        tokens = iter(_tokens(head, hidden, rows))
-    else:
-        sound = [index for index, fine in enumerate(finite) if fine]
-        tokens = iter(_tokens(head, hidden[sound], [rows[index] for index in sound]))
-    drawn = [next(tokens) if fine else -1 for fine in finite]
-    pairs = zip(drawn, rows, strict=True)
+    pairs = zip(_tokens(head, hidden, rows), rows, strict=True)
     return [token if token >= 0 else _undrawable(row, head.vocab_size) for token, row in pairs]
 
 
 def _tokens(head: Head, hidden: Tensor, rows: Sequence[Row]) -> list[int]:
-    """The token of every row; -1 where none can be drawn. hidden: finite."""
+    """The token of every row; -1 where none can be drawn."""
     if not rows:
         return []
     edits: Edits | None = [row.edit for row in rows] if any(row.edit for row in rows) else None

@@ -15,6 +15,7 @@ Tensors here were rejected: every device would want another layout of them (see 
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,16 @@ class Batch:
             raise ValueError(f"query lengths sum to {sum(self.query_lens)}, tokens: {len(self.token_ids)}")
         if self.token_ids and (min(self.token_ids) < 0 or max(self.token_ids) >= vocab_size):
             raise ValueError(f"a token id lies outside 0…{vocab_size - 1}")
-        uses = Counter(block for table in self.block_tables for block in table)
-        if uses and (min(uses) < 0 or max(uses) >= num_blocks):
+        blocks = list(chain.from_iterable(self.block_tables))
+        if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
             raise ValueError(f"a block id lies outside 0…{num_blocks - 1}")
+        uses = Counter(blocks) if rows > 1 or len(set(blocks)) < len(blocks) else None
         for row, (query, kv, table) in enumerate(zip(self.query_lens, self.kv_lens, self.block_tables, strict=True)):
             if not 0 <= query <= kv:
                 raise ValueError(f"row {row}: {query} new tokens in a context of {kv}")
             if len(table) * block_size < kv:
                 raise ValueError(f"row {row}: {len(table)} blocks of {block_size} for a context of {kv}")
-            if query:
+            if query and uses:
                 written = table[(kv - query) // block_size : (kv - 1) // block_size + 1]
                 shared = [block for block in written if uses[block] > 1]
                 if shared:

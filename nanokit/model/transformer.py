@@ -7,7 +7,6 @@ a kernel backend, which packs the weights once (`bind`), resolves a step once (`
 import warnings
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from nanokit.errors import ParameterError, naming
@@ -109,15 +108,13 @@ class Transformer:
         """Hidden states after the final norm, [rows, hidden_size]; the keys and values of the batch's tokens are in
         the pages afterwards. Raises ValueError for a batch that would read or write where it must not."""
         batch.check(vocab_size=self.vocab_size, num_blocks=pages.num_blocks, block_size=pages.block_size)
-        with torch.inference_mode():
-            return self._bound.run(self._bound.plan(batch, pages))
+        return self._bound.run(self._bound.plan(batch, pages))
 
     def calibrate(self, batch: Batch, pages: Any) -> None:
         """Take the peaks of static activations from one forward over `batch`."""
         peaks = no_peaks(self.config.num_layers)
-        with torch.inference_mode():
-            hidden = self._bound.run(self._bound.plan(batch, pages), peaks)
-            self._bound.logits(hidden, peaks=peaks)
+        hidden = self._bound.run(self._bound.plan(batch, pages), peaks)
+        self._bound.logits(hidden, peaks=peaks)
         self._bound.calibrate(peaks)
 
     @property

@@ -29,7 +29,7 @@ static void entry(Team *team, void *argument) {
   Cursor cursor = {0};
   for (int i = 0; i < PHASES; i++) {
     Case *c = (Case *)argument + i;
-    team_phase(team, &cursor, c->n, 1 + i % 5, work, c->m, then, c);
+    team_phase(team, &cursor, c->n, 1 + i % 5, work, c->m, then, NULL, c);
   }
 }
 

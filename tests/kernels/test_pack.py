@@ -49,11 +49,10 @@ def test_unpacked_equals_dequantized_at_odd_sizes(
 
 def drawn_codes(packed: Packed, rows: int, columns: int) -> np.ndarray:
     """Unsigned codes [rows, columns] read one by one, as nk.h draws them."""
-    struct, (codes, *_) = packed.struct, packed.arrays
-    panels = codes.reshape(-1, struct.panel_bytes)
+    struct, panels = packed.struct, packed.arrays[0]
     out = np.empty((rows, columns), int)
     for r in range(rows):
-        panel, lane = panels[r // 16], r % 16
+        panel, lane = panels[r // 16, : struct.code_bytes], r % 16
         for c in range(columns):
             if struct.kind == CODES8:
                 out[r, c] = panel.reshape(-1, 16, 4)[c // 4, lane, c % 4]
@@ -63,6 +62,15 @@ def drawn_codes(packed: Packed, rows: int, columns: int) -> np.ndarray:
             nibbles = [int(region.reshape(-1, 16, 4)[c // 8, lane, c % 4]) >> shift & 15 for region in regions]
             out[r, c] = nibbles[0] if len(nibbles) == 1 else 16 * nibbles[0] + nibbles[1]
     return out
+
+
+def drawn_scales(packed: Packed, start: int, groups: int) -> np.ndarray:
+    """Scales or minimums [panels * 16, groups] that lie from address `start` on in the first panel."""
+    struct, panels = packed.struct, packed.arrays[0]
+    dtype = np.float16 if struct.scale16 else np.float32
+    at = start - struct.codes
+    numbers = np.ascontiguousarray(panels[:, at : at + groups * 16 * dtype().itemsize]).view(dtype)
+    return numbers.reshape(-1, groups, 16).transpose(0, 2, 1).reshape(-1, groups)
 
 
 @pytest.mark.parametrize(
@@ -79,26 +87,25 @@ def test_panels_are_as_drawn(name: str, planes: bool, kind: int, bias: int) -> N
     assert packed.struct.kind == kind
     assert np.array_equal(drawn_codes(packed, rows, columns), q.codes.astype(int) + bias)
     assert (drawn_codes(packed, 32, columns)[rows:] == bias).all()  # rows of the padding are zero
-    for stored, wanted in zip(packed.arrays[1:], (q.scales, q.minimums), strict=False):
-        by_row = stored.transpose(0, 2, 1).reshape(-1, columns // q.group)
-        assert np.array_equal(by_row[:rows], wanted)
-        assert not by_row[rows:].any()
-    assert len(packed.arrays) == 2 + (q.minimums is not None)
+    for start, wanted in ((packed.struct.scales, q.scales), (packed.struct.minimums, q.minimums)):
+        assert (start is None) == (wanted is None)
+        if wanted is not None:
+            stored = drawn_scales(packed, start, columns // q.group)
+            assert np.array_equal(stored[:rows], wanted)
+            assert not stored[rows:].any()
 
 
 def test_scales_are_halves_only_where_nothing_is_lost() -> None:
     """A rounded scale is a requantized weight; a rounded minimum no less."""
-    for name, bytes_each in [("Q4_1", 2), ("Q8_0", 2), ("Q4_K", 4), ("int8-sym-g32", 4)]:
-        assert pack("w", random_weights(name, 16, 256), Arena()).arrays[1].itemsize == bytes_each
+    for name, half in [("Q4_1", True), ("Q8_0", True), ("Q4_K", False), ("int8-sym-g32", False)]:
+        assert pack("w", random_weights(name, 16, 256), Arena()).struct.scale16 == half
     codes, scales = np.ones((16, 32), np.int8), np.full((16, 1), 0.5, np.float32)
     for odd in (0.1, 65536.0, 2.0**-25, 1.0 + 2.0**-11):
         wrong = scales.copy()
         wrong[9] = odd
         for pair in ((wrong, scales), (scales, wrong)):
             q = QTensor("w", codes.shape, codes, *pair, 32, None, (0, 15))
-            packed = pack("w", q, Arena())
-            assert not packed.struct.scale16
-            assert [array.dtype for array in packed.arrays[1:]] == [np.float32, np.float32]
+            assert not pack("w", q, Arena()).struct.scale16
     exact = QTensor("w", codes.shape, codes, scales, scales * 2.0**-23, 32, None, (0, 15))
     assert pack("w", exact, Arena()).struct.scale16
 
@@ -106,7 +113,7 @@ def test_scales_are_halves_only_where_nothing_is_lost() -> None:
 def test_the_fifth_bit_takes_a_byte_and_four_take_half() -> None:
     """What a step reads, and with it its speed, follows from the range of the codes."""
     for name, bits in [("Q2_K", 4), ("Q4_K", 4), ("MXFP4", 4), ("int4-asym-g32", 4), ("Q5_0", 8), ("Q6_K", 8)]:
-        assert pack("w", random_weights(name, 16, 256), Arena()).arrays[0].nbytes == 16 * 256 * bits / 8
+        assert pack("w", random_weights(name, 16, 256), Arena()).struct.code_bytes == 16 * 256 * bits / 8
 
 
 def test_everything_starts_on_a_cache_line_and_nothing_overlaps() -> None:
@@ -120,7 +127,14 @@ def test_everything_starts_on_a_cache_line_and_nothing_overlaps() -> None:
         q = random_weights(("Q4_0", "Q5_1", "Q8_0")[i % 3], rows, columns, i)
         packed.append((q, pack("w", q, arena, np.arange(rows, dtype=np.float32))))
     spans = sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for _, p in packed for a in p.arrays)
-    assert all(start % 64 == 0 for start, _ in spans)
+    for _, p in packed:
+        starts = [
+            p.struct.codes,
+            p.struct.scales,
+            p.struct.panel_bytes,
+            *([p.struct.minimums] * bool(p.struct.minimums)),
+        ]
+        assert not any(start % 64 for start in starts)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     for q, p in packed:  # the first of them are still what they were
         again = pack("w", q, Arena(), np.arange(q.shape[0], dtype=np.float32))

@@ -24,21 +24,24 @@ from nanokit.kernels.cpu.team import team
 from nanokit.quant.qtensor import QTensor
 
 WORK = CFUNCTYPE(None, c_void_p, c_long, c_long)
+SOON = CFUNCTYPE(None, c_void_p, c_void_p)
 ENTRY = CFUNCTYPE(None, c_void_p, c_void_p)
 
 
 class Cursor(Structure):
-    _fields_ = [("phase", c_long)]
+    _fields_ = [("phases", c_long)]
 
 
 @dataclass
 class Phase:
-    """n items, m that follow; what happened, in order: (whether it followed, first, end)."""
+    """n items, m that follow; what happened, in order: (whether it followed, first, end). shares: where those of the
+    threads that ran out of items begin."""
 
     n: int
     m: int
     smallest: int = 1
     events: list[tuple[bool, int, int]] = field(default_factory=list)
+    shares: list[int] = field(default_factory=list)
 
     def check(self, calls: int) -> None:
         """Every item once a call; nothing that follows before all items of its call are done."""
@@ -51,8 +54,8 @@ class Phase:
                 assert done % max(self.n, 1) == 0
             else:
                 done += end - first
-        for follows, first, end in self.events:
-            assert follows or end - first >= min(self.smallest, self.n - first)
+        assert all(share in range(0, self.n, self.smallest) or share == 0 for share in self.shares)
+        assert len(self.shares) >= calls * (self.n > 0)
 
 
 Run = Callable[[list[Phase], int], None]
@@ -65,20 +68,24 @@ def run(kernels: Library) -> Iterator[Run]:
     destroy = kernels.declare("team_destroy", None, c_void_p)
     call = kernels.declare("team_run", None, c_void_p, ENTRY, c_void_p)
     phase = kernels.declare("team_phase", None, c_void_p, POINTER(Cursor), c_long, c_long, WORK, c_long, WORK, c_void_p)
+    share = kernels.declare("team_share", c_long, c_void_p, c_long, c_long)
     teams: dict[int, int] = {}
 
     def run_phases(phases: list[Phase], threads: int) -> None:
         handle = teams.setdefault(threads, create(threads)) if threads not in teams else teams[threads]
         noted = [
-            tuple(WORK(lambda _, first, end, p=p, which=which: p.events.append((which, first, end)))
-                  for which in (False, True))
+            (
+                WORK(lambda _, first, end, p=p: p.events.append((False, first, end))),
+                WORK(lambda _, first, end, p=p: p.events.append((True, first, end))),
+                SOON(lambda team, _, p=p: p.shares.append(share(team, p.n, p.smallest))),
+            )
             for p in phases
-        ]  # fmt: skip
+        ]
 
         def entry(_team: int, _argument: int) -> None:
             cursor = Cursor(0)
-            for p, (work, then) in zip(phases, noted, strict=True):
-                phase(handle, ctypes.byref(cursor), p.n, p.smallest, work, p.m, then, None)
+            for p, (work, then, soon) in zip(phases, noted, strict=True):
+                phase(handle, ctypes.byref(cursor), p.n, p.smallest, work, p.m, then, soon, None)
 
         call(handle, ENTRY(entry), None)
 

@@ -55,11 +55,6 @@ INLINE void note(float *scales, float *sums, int32_t *const starts[3], long at, 
   starts[BIAS_128][at] = -128 * sum;
 }
 
-#define TINY 0x1p-100f /* a smaller peak counts as zero: its inverse would overflow */
-
-INLINE float inverse(float peak, float most) { return peak < TINY ? 0.0f : most / peak; }
-INLINE float scale_of(float peak, float most) { return peak < TINY ? 0.0f : peak / most; }
-
 /* 16 columns: codes written, their sum returned */
 INLINE int32_t encode(vf x, float inverse_scale, float most, int planes, int8_t *high, int8_t *low) {
   vf code = vf_round(vf_mul(x, vf_set(inverse_scale)));
@@ -75,10 +70,14 @@ INLINE int32_t encode(vf x, float inverse_scale, float most, int planes, int8_t 
 }
 
 void quantize_row(const float *x, long cols, long mode, float peak, const Act *act, long row) {
+  if (mode == MODE_TOKEN) peak = peak_of(x, cols);
+  quantize_part(x, cols, 0, cols, mode, peak, act, row);
+}
+
+void quantize_part(const float *x, long cols, long first, long end, long mode, float peak, const Act *act, long row) {
   int planes = mode == MODE_A16 ? 2 : 1;
   float most = planes == 2 ? 32512.0f : 127.0f;
-  if (mode == MODE_TOKEN) peak = peak_of(x, cols);
-  for (long c = 0; c < cols; c += 32) {
+  for (long c = first; c < end; c += 32) {
     vf half[2] = {vf_load(x + c), vf_load(x + c + 16)};
     float peaks[2] = {peak, peak};
     if (mode == MODE_A8G16)
@@ -88,10 +87,10 @@ void quantize_row(const float *x, long cols, long mode, float peak, const Act *a
     int32_t sum = 0;
     for (int i = 0; i < 2; i++) {
       long at = row * cols + c + 16 * i;
-      int32_t part = encode(half[i], inverse(peaks[i], most), most, planes, act->high + at, act->low + at);
-      note(act->scale16, act->sum16, act->start16, at / 16, scale_of(peaks[i], most), part);
+      int32_t part = encode(half[i], inverse_for(peaks[i], most), most, planes, act->high + at, act->low + at);
+      note(act->scale16, act->sum16, act->start16, at / 16, scale_for(peaks[i], most), part);
       sum += part;
     }
-    note(act->scale32, act->sum32, act->start32, (row * cols + c) / 32, scale_of(peaks[0], most), sum);
+    note(act->scale32, act->sum32, act->start32, (row * cols + c) / 32, scale_for(peaks[0], most), sum);
   }
 }

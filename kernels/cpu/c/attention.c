@@ -25,7 +25,8 @@ typedef struct {
 
 typedef struct {
   const Tile *tile;
-  int64_t kv_head, first_chunk, end_chunk;
+  int64_t kv_head, heads; /* first, and how many */
+  int64_t first_chunk, end_chunk;
 } Task;
 
 /* What a thread needs while it works. There are as many as threads, so one is always free. */
@@ -101,7 +102,7 @@ static int cut_tiles(Plan *p, const Model *m) {
   const int64_t share = larger(1, total / (p->threads * TASKS_A_THREAD));
   for (long i = 0; i < p->tiles && p->threads > 1; i++) {
     Tile *t = &p->tile[i];
-    const int64_t pieces = smaller(up(cost_of(t, m), share), t->chunks);
+    const int64_t pieces = smaller(up(cost_of(t, m) * m->kv_heads, share), t->chunks);
     if (pieces < 2) continue;
     t->unit = up(t->chunks, SPAN) >= pieces ? SPAN : 1;
     t->units = up(t->chunks, t->unit);
@@ -123,9 +124,10 @@ static int list_tasks(Plan *p, const Model *m) {
   p->tasks = 0;
   for (long i = 0; i < p->tiles; i++) {
     const Tile *t = &p->tile[i % 2 ? i / 2 : p->tiles - 1 - i / 2];
-    for (int64_t head = 0; head < m->kv_heads; head++)
+    const int64_t heads = t->units ? m->kv_heads : 1;
+    for (int64_t head = 0; head < m->kv_heads; head += heads)
       for (int64_t c = 0; c < t->chunks; c += t->step)
-        p->task[p->tasks++] = (Task){t, head, c, smaller(c + t->step, t->chunks)};
+        p->task[p->tasks++] = (Task){t, head, heads, c, smaller(c + t->step, t->chunks)};
   }
   return 0;
 }
@@ -152,6 +154,21 @@ static int plan_scratch(Plan *p, const Model *m) {
   return 0;
 }
 
+void attention_fetch(const Attention *a, long layer, long task) {
+  const Plan *p = a->private_plan;
+  const Step *s = a->step;
+  const Model *m = a->model;
+  if (task >= p->tasks) return;
+  const Task *t = &p->task[task];
+  const int64_t block = s->blocks[s->first_block[t->tile->sequence] + t->first_chunk];
+  const int64_t bytes = BLOCK * m->head_dim * (s->kv_format == KV_FP32 ? 4 : s->kv_format == KV_FP16 ? 2 : 1);
+  const int64_t from = (block * m->kv_heads + t->kv_head) * bytes;
+  for (int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch((const char *)s->keys[layer] + from + i, 0, 2);
+    __builtin_prefetch((const char *)s->values[layer] + from + i, 0, 2);
+  }
+}
+
 int attention_plan(Attention *a, const Model *model, const Step *step, int threads) {
   a->model = model, a->step = step, a->tasks = 0;
   if (!a->private_plan) a->private_plan = calloc(1, sizeof(Plan));
@@ -175,10 +192,10 @@ void attention_free(Attention *a) {
 
 /* ---- tasks --------------------------------------------------------------------------------------------------------*/
 
-static Chunk chunk_of(const Attention *a, long layer, const Task *task, int64_t c) {
+static Chunk chunk_of(const Attention *a, long layer, const Tile *t, int64_t kv_head, int64_t c) {
   const Model *m = a->model;
   const Step *s = a->step;
-  const int64_t block = s->blocks[s->first_block[task->tile->sequence] + c], head = block * m->kv_heads + task->kv_head;
+  const int64_t block = s->blocks[s->first_block[t->sequence] + c], head = block * m->kv_heads + kv_head;
   const int64_t at = head * BLOCK * m->head_dim * (s->kv_format == KV_FP32 ? 4 : s->kv_format == KV_FP16 ? 2 : 1);
   Chunk found = {.format = s->kv_format,
                  .keys = (const char *)s->keys[layer] + at,
@@ -214,39 +231,58 @@ static int64_t first_seeing(const Attention *a, const Tile *t, int64_t token) {
   return row * group_of(a->model);
 }
 
-static void run_task(const Attention *a, long layer, const Task *task, const Task *following, const Scratch *own) {
-  const Model *m = a->model;
-  const Plan *p = a->private_plan;
-  const Tile *t = task->tile;
-  const int64_t dim = m->head_dim, group = group_of(m), pairs = pairs_of(t, m);
-  for (int64_t i = 0; i < pairs; i++)
-    own->query[i] = a->q + ((t->first_row + i / group) * m->heads + task->kv_head * group + i % group) * dim;
-  for (int64_t c = task->first_chunk; c < task->end_chunk; c++) {
-    const int64_t first = first_seeing(a, t, c * BLOCK);
-    for (int64_t i = first; i < pairs; i++)
-      own->seen[i] = (int)smaller(visible(a->step, t->first_row + i / group) - c * BLOCK, BLOCK);
-    Chunk chunk = chunk_of(a, layer, task, c);
-    if (pairs - first > TILE && chunk.format != KV_FP32) {
-      chunk_widen(&chunk, dim, own->seen[pairs - 1], own->keys, own->values);
-      chunk.format = KV_FP32;
-      chunk.keys = chunk.next_keys = own->keys, chunk.values = chunk.next_values = own->values;
-    } else {
-      const int last = c + 1 == task->end_chunk;
-      const Chunk next = chunk_of(a, layer, last ? following : task, last ? following->first_chunk : c + 1);
-      chunk.next_keys = next.keys, chunk.next_values = next.values;
-    }
-    if (t->units) {
-      const int64_t at = t->first_partial + (task->kv_head * t->units + c / t->unit) * pairs;
-      meet(a, own, &chunk, first, pairs, partial_from(p->partial, at, dim), c % t->unit == 0);
-      continue;
-    }
-    meet(a, own, &chunk, first, pairs, c < SPAN ? own->total : own->span, c % SPAN == 0);
-    if (c >= SPAN && (c % SPAN == SPAN - 1 || c + 1 == t->chunks)) {
-      const int64_t from = first_seeing(a, t, c / SPAN * SPAN * BLOCK);
-      partial_join(dim, pairs - from, partial_from(own->total, from, dim), partial_from(own->span, from, dim));
-    }
+/* Where the pairs' queries of one KV head are, and how much of chunk c each sees, from the first that sees any on. */
+static int64_t place(const Attention *a, const Tile *t, int64_t kv_head, int64_t c, const Scratch *own) {
+  const int64_t group = group_of(a->model), pairs = pairs_of(t, a->model), first = first_seeing(a, t, c * BLOCK);
+  for (int64_t i = first; i < pairs; i++) {
+    const int64_t row = t->first_row + i / group;
+    own->query[i] = a->q + (row * a->model->heads + kv_head * group + i % group) * a->model->head_dim;
+    own->seen[i] = (int)smaller(visible(a->step, row) - c * BLOCK, BLOCK);
   }
-  for (int64_t i = 0; i < pairs && !t->units; i++)
+  return first;
+}
+
+/* One KV head and one chunk. next: what comes after it, to be fetched meanwhile. */
+static void run_chunk(const Attention *a, const Tile *t, Chunk chunk, const Chunk *next, int64_t kv_head, int64_t c,
+                      const Scratch *own) {
+  const Plan *p = a->private_plan;
+  const int64_t dim = a->model->head_dim, pairs = pairs_of(t, a->model), first = place(a, t, kv_head, c, own);
+  if (pairs - first > TILE && chunk.format != KV_FP32) {
+    chunk_widen(&chunk, dim, own->seen[pairs - 1], own->keys, own->values);
+    chunk.format = KV_FP32;
+    chunk.keys = chunk.next_keys = own->keys, chunk.values = chunk.next_values = own->values;
+  } else {
+    chunk.next_keys = next->keys, chunk.next_values = next->values;
+  }
+  if (t->units) {
+    const int64_t at = t->first_partial + (kv_head * t->units + c / t->unit) * pairs;
+    meet(a, own, &chunk, first, pairs, partial_from(p->partial, at, dim), c % t->unit == 0);
+    return;
+  }
+  meet(a, own, &chunk, first, pairs, c < SPAN ? own->total : own->span, c % SPAN == 0);
+  if (c >= SPAN && (c % SPAN == SPAN - 1 || c + 1 == t->chunks)) {
+    const int64_t from = first_seeing(a, t, c / SPAN * SPAN * BLOCK);
+    partial_join(dim, pairs - from, partial_from(own->total, from, dim), partial_from(own->span, from, dim));
+  }
+}
+
+static void run_task(const Attention *a, long layer, const Task *task, const Task *following, const Scratch *own) {
+  const Tile *t = task->tile;
+  const int64_t dim = a->model->head_dim, pairs = pairs_of(t, a->model), end_head = task->kv_head + task->heads;
+  for (int64_t c = task->first_chunk; c < task->end_chunk; c++)
+    for (int64_t head = task->kv_head; head < end_head; head++) {
+      Chunk next;
+      if (head + 1 < end_head)
+        next = chunk_of(a, layer, t, head + 1, c);
+      else if (c + 1 < task->end_chunk)
+        next = chunk_of(a, layer, t, task->kv_head, c + 1);
+      else
+        next = chunk_of(a, layer, following->tile, following->kv_head, following->first_chunk);
+      run_chunk(a, t, chunk_of(a, layer, t, head, c), &next, head, c, own);
+    }
+  if (t->units) return;
+  place(a, t, task->kv_head, 0, own);
+  for (int64_t i = 0; i < pairs; i++)
     partial_finish(dim, partial_from(own->total, i, dim), a->out + (own->query[i] - a->q));
 }
 

@@ -8,8 +8,8 @@ static void work_merge(void *context, long first, long end) { attention_merge(co
 static void attend(Team *team, void *argument) {
   Attention *a = argument;
   Cursor cursor = {0};
-  team_phase(team, &cursor, a->step->rows, 1, work_write, 0, NULL, a);
-  team_phase(team, &cursor, a->tasks, 1, work_task, a->step->rows, work_merge, a);
+  team_phase(team, &cursor, a->step->rows, 1, work_write, 0, NULL, NULL, a);
+  team_phase(team, &cursor, a->tasks, 1, work_task, a->step->rows, work_merge, NULL, a);
 }
 
 /* q, k, v as a layer's products give them (q and k are changed) -> out, in layer 0 of the model and the step.

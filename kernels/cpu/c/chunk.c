@@ -4,9 +4,13 @@
 #include <float.h>
 
 #if defined(NK_AVX512)
-#define WIDE 2 /* vectors of sums a pair: TILE * WIDE of them, and WIDE of keys or values, stay in registers */
+/* Vectors of sums a pair: n * WIDE(n) of them, and WIDE(n) of keys or values, stay in registers. There are as many as an
+ * fma takes cycles times those begun in one, or more, lest each waits for the one before. */
+#define WIDE(n) ((n) <= 3 ? 4 : 2)
+#define MOST_WIDE 4
 #else
-#define WIDE 1
+#define WIDE(n) 1
+#define MOST_WIDE 1
 #endif
 #define UNROLL _Pragma("GCC unroll 8")
 
@@ -28,10 +32,10 @@ INLINE void fetch(const char *next, long iteration, long bytes) {
 INLINE void dot_groups(int format, int n, int wide, const Chunk *c, long dim, long group, const float *const *q,
                        float *dots) {
   const long bytes = wide * LANES * number_bytes(format);
-  vf sum[TILE][WIDE];
+  vf sum[TILE][MOST_WIDE];
   UNROLL for (int j = 0; j < n; j++) UNROLL for (int g = 0; g < wide; g++) sum[j][g] = vf_zero();
   for (long i = 0; i < dim; i++) {
-    vf k[WIDE];
+    vf k[MOST_WIDE];
     UNROLL for (int g = 0; g < wide; g++) k[g] = load(c->keys, ((group + g) * dim + i) * LANES, format);
     fetch(c->next_keys, group / wide * dim + i, bytes);
     UNROLL for (int j = 0; j < n; j++) {
@@ -47,11 +51,11 @@ INLINE void dot_groups(int format, int n, int wide, const Chunk *c, long dim, lo
 INLINE void weigh_dims(int format, int n, int wide, const Chunk *c, long dim, long at, long first, long end,
                        const float *p, float *sums) {
   const long bytes = wide * LANES * number_bytes(format), stride = partial_floats(dim);
-  vf sum[TILE][WIDE];
+  vf sum[TILE][MOST_WIDE];
   UNROLL for (int j = 0; j < n; j++) UNROLL for (int g = 0; g < wide; g++)
     sum[j][g] = first == 0 ? vf_zero() : vf_load(sums + j * stride + at + g * LANES);
   for (long t = first; t < end; t++) {
-    vf v[WIDE];
+    vf v[MOST_WIDE];
     UNROLL for (int g = 0; g < wide; g++) v[g] = load(c->values, t * dim + at + g * LANES, format);
     fetch(c->next_values, at / (wide * LANES) * BLOCK + t, bytes);
     UNROLL for (int j = 0; j < n; j++) {
@@ -66,17 +70,17 @@ INLINE void weigh_dims(int format, int n, int wide, const Chunk *c, long dim, lo
 typedef void (*Dot)(const Chunk *c, long dim, long groups, const float *const *q, float *dots);
 typedef void (*Weigh)(const Chunk *c, long dim, long first, long end, const float *p, float *sums);
 
-/* An odd last vector goes alone: 80 dimensions are 2 + 2 + 1 vectors. Keys of a whole pair of groups are read even
- * where only one is seen; what is not seen never leaves its lane. */
+/* The last vectors go one by one: 80 dimensions are 4 + 1 vectors. Keys of WIDE groups are read even where fewer are
+ * seen; what is not seen never leaves its lane. */
 #define MAKE(format, n)                                                                                               \
   static void dot_##format##_##n(const Chunk *c, long dim, long groups, const float *const *q, float *dots) {          \
-    for (long g = 0; g < groups; g += WIDE) dot_groups(format, n, WIDE, c, dim, g, q, dots);                           \
+    for (long g = 0; g < groups; g += WIDE(n)) dot_groups(format, n, WIDE(n), c, dim, g, q, dots);                     \
   }                                                                                                                   \
   static void weigh_##format##_##n(const Chunk *c, long dim, long first, long end, const float *p, float *sums) {      \
     long at = 0;                                                                                                      \
-    for (; at + WIDE * LANES <= dim; at += WIDE * LANES)                                                               \
-      weigh_dims(format, n, WIDE, c, dim, at, first, end, p, sums);                                                    \
-    if (at < dim) weigh_dims(format, n, 1, c, dim, at, first, end, p, sums);                                           \
+    for (; at + WIDE(n) * LANES <= dim; at += WIDE(n) * LANES)                                                         \
+      weigh_dims(format, n, WIDE(n), c, dim, at, first, end, p, sums);                                                 \
+    for (; at < dim; at += LANES) weigh_dims(format, n, 1, c, dim, at, first, end, p, sums);                           \
   }
 #define MAKE_FORMAT(f) MAKE(f, 1) MAKE(f, 2) MAKE(f, 3) MAKE(f, 4) MAKE(f, 5) MAKE(f, 6) MAKE(f, 7) MAKE(f, 8)
 #define NAMES(what, f)                                                                                                \

@@ -16,7 +16,7 @@
 #include "nk.h"
 
 #define TILE 8 /* most pairs at a time: with 2 vectors of sums each they fill the registers */
-#define SPAN 8
+#define SPAN 4
 
 typedef struct {
   long format; /* KV_... of the numbers below */

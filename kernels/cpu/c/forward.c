@@ -3,7 +3,7 @@
  *     q, k, v products            then, by rows: rope, k and v into the pages
  *     attention, by tasks         then, by rows: merge, quantize
  *     o product, added            then, by rows: norm, quantize
- *     gate and up products        then, by rows: silu(gate) * up, quantize
+ *     gate and up products, silu(gate) * up, quantize (modes whose scales are wider than 32 columns: by rows)
  *     down product, added         then, by rows: the next layer's norm, quantize (at the end the final norm)
  *
  * With one or two rows what follows a product is done by the thread that finishes it last (team.h). Every thread walks
@@ -25,7 +25,7 @@ typedef struct {
 typedef struct {
   const Shared *shared;
   const Layer *weights;
-  long layer;
+  long layer, least; /* fewest panels a range */
   Cursor cursor;
 } Walk;
 
@@ -98,12 +98,11 @@ static void work_ffn_norm(void *context, long first, long end) {
   norm_rows(w->shared, w->weights->ffn_norm, 4 * w->layer + PLACE_FFN, first, end);
 }
 
-static void work_gate(void *context, long first, long end) {
+static void work_gated(void *context, long first, long end) {
   Walk *w = context;
   const Shared *s = w->shared;
-  long n = s->model->intermediate;
-  for (long r = first; r < end; r++) silu_gate_row(s->gate + r * n, s->up + r * n, n, s->gate + r * n);
-  if (s->model->mode != MODE_TENSOR) quantize_rows(s, s->gate, n, &s->wide_act, 4 * w->layer + PLACE_DOWN, first, end);
+  if (s->model->mode != MODE_TENSOR)
+    quantize_rows(s, s->gate, s->model->intermediate, &s->wide_act, 4 * w->layer + PLACE_DOWN, first, end);
 }
 
 static void work_next_norm(void *context, long first, long end) {
@@ -140,7 +139,7 @@ static void work_whole(void *context, long first, long end) {
 static void whole(Team *team, Walk *w, const float *x, long cols, long place, const Act *act) {
   const Model *m = w->shared->model;
   Whole context = {w, x, cols, 4 * w->layer + place, act};
-  if (m->mode == MODE_TENSOR || m->peaks) team_phase(team, &w->cursor, 1, 1, work_whole, 0, NULL, &context);
+  if (m->mode == MODE_TENSOR || m->peaks) team_phase(team, &w->cursor, 1, 1, work_whole, 0, NULL, NULL, &context);
 }
 
 /* ---- products ------------------------------------------------------------------------------------------------------*/
@@ -155,6 +154,8 @@ static void panels(const Shared *s, const Matrix *const *matrices, float *const 
     end -= n;
   }
 }
+
+static long qkv_panels(const Layer *l) { return panels_of(&l->q) + panels_of(&l->k) + panels_of(&l->v); }
 
 static void work_qkv(void *context, long first, long end) {
   Walk *w = context;
@@ -175,12 +176,19 @@ static void work_o(void *context, long first, long end) {
   panels(w->shared, matrices, &w->shared->hidden, 1, &w->shared->act, 1, first, end);
 }
 
+/* Items are pairs of panels: 32 columns of what comes out, which share a scale in most modes. */
 static void work_gate_up(void *context, long first, long end) {
   Walk *w = context;
   const Shared *s = w->shared;
-  const Matrix *matrices[] = {&w->weights->gate, &w->weights->up};
-  float *outs[] = {s->gate, s->up};
-  panels(s, matrices, outs, 2, &s->act, 0, first, end);
+  const Layer *l = w->weights;
+  const long n = s->model->intermediate, rows = s->step->rows, mode = s->model->mode;
+  product_range(&l->gate, &s->act, mode, rows, s->gate, n, 0, 2 * first, 2 * end);
+  product_range(&l->up, &s->act, mode, rows, s->up, n, 0, 2 * first, 2 * end);
+  for (long r = 0; r < rows; r++) {
+    float *gate = s->gate + r * n;
+    silu_gate_row(gate + 32 * first, s->up + r * n + 32 * first, 32 * (end - first), gate + 32 * first);
+    if (mode <= MODE_A8G16) quantize_part(gate, n, 32 * first, 32 * end, mode, 0, &s->wide_act, r);
+  }
 }
 
 static void work_down(void *context, long first, long end) {
@@ -189,25 +197,71 @@ static void work_down(void *context, long first, long end) {
   panels(w->shared, matrices, &w->shared->hidden, 1, &w->shared->wide_act, 1, first, end);
 }
 
+/* ---- what is fetched while a thread waits --------------------------------------------------------------------------*/
+
+static void fetch_qkv(const Team *team, const Walk *w, const Layer *l) {
+  const Matrix *matrices[] = {&l->q, &l->k, &l->v};
+  long panel = team_share(team, qkv_panels(l), w->least), i = 0;
+  while (i < 2 && panel >= panels_of(matrices[i])) panel -= panels_of(matrices[i++]);
+  product_fetch(matrices[i], panel);
+}
+
+static void soon_first(const Team *team, void *context) {
+  const Walk *w = context;
+  fetch_qkv(team, w, w->weights);
+}
+
+static void soon_next(const Team *team, void *context) {
+  const Walk *w = context;
+  const Matrix *head = &w->shared->model->head;
+  if (w->layer + 1 < w->shared->model->layers)
+    fetch_qkv(team, w, w->weights + 1);
+  else
+    product_fetch(head, team_share(team, panels_of(head), w->least));
+}
+
+static void soon_attention(const Team *team, void *context) {
+  const Walk *w = context;
+  const Attention *a = &w->shared->workspace->attention;
+  attention_fetch(a, w->layer, team_share(team, a->tasks, 1));
+}
+
+static void soon_o(const Team *team, void *context) {
+  const Walk *w = context;
+  product_fetch(&w->weights->o, team_share(team, panels_of(&w->weights->o), w->least));
+}
+
+static void soon_gate_up(const Team *team, void *context) {
+  const Walk *w = context;
+  const long panel = 2 * team_share(team, w->shared->model->intermediate / 32, 1);
+  product_fetch(&w->weights->gate, panel);
+  product_fetch(&w->weights->up, panel);
+}
+
+static void soon_down(const Team *team, void *context) {
+  const Walk *w = context;
+  product_fetch(&w->weights->down, team_share(team, panels_of(&w->weights->down), w->least));
+}
+
 static void walk(Team *team, void *argument) {
   const Shared *s = argument;
   const Model *m = s->model;
   const Attention *a = &s->workspace->attention;
   const long rows = s->step->rows, least = rows > 8 ? 2 : 1;
-  Walk w = {s, m->layer, 0, {0}};
-  team_phase(team, &w.cursor, rows, 1, work_embed, 0, NULL, &w);
+  Walk w = {s, m->layer, 0, least, {0}};
+  const long by_rows = m->mode > MODE_A8G16 ? rows : 0;
+  team_phase(team, &w.cursor, rows, 1, work_embed, 0, NULL, soon_first, &w);
   for (; w.layer < m->layers; w.layer++, w.weights++) {
     const Layer *l = w.weights;
     whole(team, &w, s->normed, m->hidden, PLACE_ATTENTION, &s->act);
-    team_phase(team, &w.cursor, panels_of(&l->q) + panels_of(&l->k) + panels_of(&l->v), least, work_qkv, rows, work_write,
-               &w);
-    team_phase(team, &w.cursor, a->tasks, 1, work_attention, rows, work_merge, &w);
+    team_phase(team, &w.cursor, qkv_panels(l), least, work_qkv, rows, work_write, soon_attention, &w);
+    team_phase(team, &w.cursor, a->tasks, 1, work_attention, rows, work_merge, soon_o, &w);
     whole(team, &w, a->out, m->heads * m->head_dim, PLACE_OUTPUT, &s->act);
-    team_phase(team, &w.cursor, panels_of(&l->o), least, work_o, rows, work_ffn_norm, &w);
+    team_phase(team, &w.cursor, panels_of(&l->o), least, work_o, rows, work_ffn_norm, soon_gate_up, &w);
     whole(team, &w, s->normed, m->hidden, PLACE_FFN, &s->act);
-    team_phase(team, &w.cursor, panels_of(&l->gate) + panels_of(&l->up), least, work_gate_up, rows, work_gate, &w);
+    team_phase(team, &w.cursor, m->intermediate / 32, 1, work_gate_up, by_rows, work_gated, soon_down, &w);
     whole(team, &w, s->gate, m->intermediate, PLACE_DOWN, &s->wide_act);
-    team_phase(team, &w.cursor, panels_of(&l->down), least, work_down, rows, work_next_norm, &w);
+    team_phase(team, &w.cursor, panels_of(&l->down), least, work_down, rows, work_next_norm, soon_next, &w);
   }
 }
 
@@ -215,8 +269,6 @@ int nk_forward(Team *team, Workspace *workspace, const Model *m, const Step *ste
   const long rows = step->rows, query = m->heads * m->head_dim, key = m->kv_heads * m->head_dim;
   const long inner = query > m->hidden ? query : m->hidden;
   if (rows == 0) return NK_OK;
-  /* a layer takes at most 10 phases and 4 more in the modes that look at whole tensors */
-  if (14 * m->layers + 2 > TEAM_MAX_PHASES) return NK_TOO_DEEP;
   int64_t floats = rows * (2 * m->hidden + 2 * query + 2 * key + 2 * m->intermediate);
   if (buffer_reserve(&workspace->rows, floats * 4) ||
       buffer_reserve(&workspace->act, act_bytes(rows, inner) + act_bytes(rows, m->intermediate) + 64))

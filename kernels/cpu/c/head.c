@@ -55,11 +55,11 @@ static void ask(Team *team, void *argument) {
   Question *q = argument;
   Cursor cursor = {0};
   long panels = panels_of(&q->model->head);
-  team_phase(team, &cursor, q->rows, 1, work_quantize, 0, NULL, q);
+  team_phase(team, &cursor, q->rows, 1, work_quantize, 0, NULL, NULL, q);
   if (q->ids)
-    team_phase(team, &cursor, q->count, 1, work_logits_of, 0, NULL, q);
+    team_phase(team, &cursor, q->count, 1, work_logits_of, 0, NULL, NULL, q);
   else
-    team_phase(team, &cursor, panels, q->rows > 8 ? 2 : 1, work_logits, q->best ? q->rows : 0, work_argmax, q);
+    team_phase(team, &cursor, panels, q->rows > 8 ? 2 : 1, work_logits, q->best ? q->rows : 0, work_argmax, NULL, q);
 }
 
 static int run_question(Team *team, Workspace *w, Question *q) {

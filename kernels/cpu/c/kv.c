@@ -34,8 +34,8 @@ static void store_token(const float *x, long dim, int64_t format, void *page, in
   float inverse = 0.0f;
   if (format == KV_INT8) {
     const float peak = peak_of(x, dim);
-    *scale = peak / 127.0f;
-    inverse = peak == 0.0f ? 0.0f : 127.0f / peak;
+    *scale = scale_for(peak, 127.0f);
+    inverse = inverse_for(peak, 127.0f);
   }
   const int64_t bytes = format == KV_FP32 ? 4 : format == KV_FP16 ? 2 : 1;
   for (long i = 0; i < dim; i += LANES)

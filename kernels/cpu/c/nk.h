@@ -9,6 +9,7 @@
  *     PLANES8          two CODES4 regions after each other: the high nibbles of (code + 128), then the low ones
  *     scales, minimums [cols / group][16 rows]        fp16 or fp32
  *
+ * A panel is its codes, then its scales, then its minimums, and the next one follows: a product reads memory in order.
  * The last panel is padded with zero rows. Codes are unsigned; `bias` says which number code 0 stands for, and is taken
  * off in whole numbers (sum of code * a - bias * sum of a), so that nothing is lost to rounding.
  */
@@ -28,9 +29,10 @@ typedef struct {
   int64_t kind, bias;      /* of the enumerations above */
   int64_t group;           /* columns a scale: 16, or a multiple of 32; divides cols */
   int64_t scale16;         /* scales and minimums are fp16, else fp32 */
-  int64_t panel_bytes;     /* codes of one panel */
-  const uint8_t *codes;    /* 64-byte aligned */
-  const void *scales, *minimums; /* minimums may be NULL */
+  int64_t code_bytes;      /* codes of one panel */
+  int64_t panel_bytes;     /* from one panel to the next, a multiple of 64 */
+  const uint8_t *codes;    /* of the first panel, 64-byte aligned, as are its scales and minimums */
+  const uint8_t *scales, *minimums; /* of the first panel; minimums may be NULL */
   const float *offset;     /* [panels * 16] added to the product, the layer's own bias, or NULL */
   uint8_t table[16];       /* TABLE4: entries + 128 */
 } Matrix;
@@ -96,6 +98,7 @@ struct Attention {
 int attention_plan(Attention *a, const Model *model, const Step *step, int threads);
 void attention_free(Attention *a);
 void attention_write(const Attention *a, long layer, long first_row, long end_row);
+void attention_fetch(const Attention *a, long layer, long task); /* soon needed: what the task begins with */
 void attention_task(const Attention *a, long layer, long first_task, long end_task);
 void attention_merge(const Attention *a, long layer, long first_row, long end_row);
 
@@ -104,6 +107,13 @@ void attention_merge(const Attention *a, long layer, long first_row, long end_ro
 void rms_norm_row(const float *x, const float *weight, long n, double eps, float *out);
 void silu_gate_row(const float *gate, const float *up, long n, float *out);
 void quantize_row(const float *x, long cols, long mode, float peak, const Act *act, long row);
+/* of the codes for magnitudes up to peak, most being the largest code; a smaller peak than TINY counts as zero, since its
+ * inverse would overflow */
+#define TINY 0x1p-100f
+INLINE float scale_for(float peak, float most) { return peak < TINY ? 0.0f : peak / most; }
+INLINE float inverse_for(float peak, float most) { return peak < TINY ? 0.0f : most / peak; }
+/* the columns first ... end - 1 of a row, both multiples of 32; not for MODE_TOKEN, which needs all of them */
+void quantize_part(const float *x, long cols, long first, long end, long mode, float peak, const Act *act, long row);
 float peak_of(const float *x, long n); /* largest magnitude; NaN if there is one */
 long act_bytes(long rows, long cols);
 void act_place(Act *act, void *memory, long rows, long cols); /* memory: act_bytes, 64-byte aligned */
@@ -112,6 +122,7 @@ void act_place(Act *act, void *memory, long rows, long cols); /* memory: act_byt
  * stride: floats from one row of out to the next, at least 16 * panels. */
 void product_range(const Matrix *m, const Act *act, long mode, long rows, float *out, long stride, int add, long first,
                    long end);
+void product_fetch(const Matrix *m, long panel); /* soon needed: the weights from this panel on */
 /* The 16 outputs of one panel and one row: the same bits. */
 void product_row(const Matrix *m, const Act *act, long mode, long row, long panel, float *out);
 /* unpack.c: weights of one row, fp32 [cols] */
@@ -119,7 +130,7 @@ void unpack_row(const Matrix *m, long row, float *out);
 INLINE long panels_of(const Matrix *m) { return (m->rows + LANES - 1) / LANES; }
 
 /* forward.c and head.c: whole steps. A workspace belongs to one bound model and grows as its steps need it. */
-enum { NK_OK = 0, NK_NO_MEMORY = -1, NK_TOO_DEEP = -2 };
+enum { NK_OK = 0, NK_NO_MEMORY = -1 };
 
 typedef struct {
   void *memory;

@@ -26,8 +26,8 @@ static void work_product(void *context, long first, long end) {
 static void linear(Team *team, void *argument) {
   Linear *l = argument;
   Cursor cursor = {0};
-  team_phase(team, &cursor, l->rows, 1, work_quantize, 0, NULL, l);
-  team_phase(team, &cursor, panels_of(l->matrix), 1, work_product, 0, NULL, l);
+  team_phase(team, &cursor, l->rows, 1, work_quantize, 0, NULL, NULL, l);
+  team_phase(team, &cursor, panels_of(l->matrix), 1, work_product, 0, NULL, NULL, l);
 }
 
 /* out [rows][stride] = x [rows][cols] W^T + offset; peak: of MODE_TENSOR and MODE_STATIC */

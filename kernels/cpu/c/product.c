@@ -21,8 +21,6 @@
 #define UNROLL(n)
 #endif
 
-#define AHEAD 1024 /* bytes by which the codes are prefetched */
-
 INLINE vi load_pair(const uint8_t *codes, long low_plane, int kind, const uint8_t *table, long column, int upper) {
   /* 64 codes: of columns `column` ... + 3 (upper: + 4 ... + 7), for 16 rows */
   if (kind == CODES8) return vi_load(codes + (column + 4 * upper) * LANES);
@@ -36,21 +34,27 @@ INLINE vi load_pair(const uint8_t *codes, long low_plane, int kind, const uint8_
   return kind == TABLE4 ? table_look_up(table, codes4) : codes4;
 }
 
-INLINE vf load_scales(const void *scales, int half, long at) {
-  return half ? vf_load_half((const uint16_t *)scales + at) : vf_load((const float *)scales + at);
+INLINE vf load_scales(const uint8_t *scales, int half) {
+  return half ? vf_load_half((const uint16_t *)(const void *)scales) : vf_load((const float *)(const void *)scales);
 }
+
+/* How far the next panels are fetched into the second cache while this one is computed with: memory answers after some
+ * hundred nanoseconds, in which a core reads several kilobytes. Beyond the last panel lies what is multiplied next. */
+INLINE long ahead(const Matrix *m) { return m->panel_bytes < 8192 ? 2 * m->panel_bytes : m->panel_bytes; }
+#define FETCH(address) __builtin_prefetch(address, 0, 2)
 
 /* NP panels by NR rows into out, which is where the first of them goes; kind, step, planes, NP and NR are constants wherever this is inlined. */
 INLINE void tile(const Matrix *m, const Act *act, long row, float *out, long stride, int add, long panel, const int kind,
                  const int step, const int planes, const int NP, const int NR) {
-  const long cols = m->cols, steps = cols / step, groups = cols / m->group, per_scale = m->group / step;
+  const long cols = m->cols, steps = cols / step, per_scale = m->group / step, next = ahead(m), pitch = m->panel_bytes;
   const int32_t *start = (step == 32 ? act->start32 : act->start16)[m->bias] + row * steps;
   const float *a_scale = (step == 32 ? act->scale32 : act->scale16) + row * steps;
   const float *a_sum = (step == 32 ? act->sum32 : act->sum16) + row * steps;
   const int8_t *high = act->high + row * cols, *low = act->low + row * cols;
-  const uint8_t *codes[2] = {m->codes + panel * m->panel_bytes, m->codes + (panel + NP - 1) * m->panel_bytes};
-  const int half = m->scale16 != 0;
-  long scale_at = panel * groups * LANES, left = per_scale;
+  const uint8_t *codes[2] = {m->codes + panel * pitch, m->codes + (panel + NP - 1) * pitch};
+  const uint8_t *scales = m->scales + panel * pitch, *minimums = m->minimums ? m->minimums + panel * pitch : NULL;
+  const int half = m->scale16 != 0, scale_bytes = LANES * (half ? 2 : 4);
+  long left = per_scale;
   vf acc[2][8];
 UNROLL(8)
   for (int r = 0; r < NR; r++)
@@ -69,15 +73,15 @@ UNROLL(4)
     for (int c = 0; c < step; c += 8) {
       long column = s * step + c;
       if (NP == 1) {
-        __builtin_prefetch(codes[0] + column * LANES / 2 * (kind == CODES8 ? 2 : 1) + AHEAD);
-        if (kind == CODES8) __builtin_prefetch(codes[0] + column * LANES + AHEAD + 64);
-        if (kind == PLANES8) __builtin_prefetch(codes[0] + m->panel_bytes / 2 + column * LANES / 2 + AHEAD);
+        FETCH(codes[0] + column * LANES / 2 * (kind == CODES8 ? 2 : 1) + next);
+        if (kind == CODES8) FETCH(codes[0] + column * LANES + next + 64);
+        if (kind == PLANES8) FETCH(codes[0] + m->code_bytes / 2 + column * LANES / 2 + next);
       }
 UNROLL(2)
       for (int upper = 0; upper < 2; upper++) {
         vi w[2];
 UNROLL(2)
-        for (int p = 0; p < NP; p++) w[p] = load_pair(codes[p], m->panel_bytes / 2, kind, m->table, column, upper);
+        for (int p = 0; p < NP; p++) w[p] = load_pair(codes[p], m->code_bytes / 2, kind, m->table, column, upper);
 UNROLL(8)
         for (int r = 0; r < NR; r++)
 UNROLL(2)
@@ -91,8 +95,8 @@ UNROLL(2)
     vf w_scale[2], w_minimum[2];
 UNROLL(2)
     for (int p = 0; p < NP; p++) {
-      w_scale[p] = load_scales(m->scales, half, scale_at + p * groups * LANES);
-      w_minimum[p] = m->minimums ? load_scales(m->minimums, half, scale_at + p * groups * LANES) : vf_zero();
+      w_scale[p] = load_scales(scales + p * pitch, half);
+      w_minimum[p] = minimums ? load_scales(minimums + p * pitch, half) : vf_zero();
     }
 UNROLL(8)
     for (int r = 0; r < NR; r++)
@@ -101,14 +105,19 @@ UNROLL(2)
         vi whole = planes == 2 ? vi_add(vi_shift_left(upper_sum[p][r], 8), sum[p][r]) : sum[p][r];
         acc[p][r] = vf_fma(vf_from_int(whole), vf_mul(w_scale[p], vf_set(a_scale[r * steps + s])), acc[p][r]);
       }
-    if (m->minimums)
+    if (minimums)
 UNROLL(8)
       for (int r = 0; r < NR; r++)
 UNROLL(2)
         for (int p = 0; p < NP; p++) acc[p][r] = vf_fma(w_minimum[p], vf_set(a_sum[r * steps + s]), acc[p][r]);
     if (--left == 0) {
       left = per_scale;
-      scale_at += LANES;
+      if (NP == 1) FETCH(scales + next);
+      scales += scale_bytes;
+      if (minimums) {
+        if (NP == 1) FETCH(minimums + next);
+        minimums += scale_bytes;
+      }
     }
   }
   for (int p = 0; p < NP; p++) {
@@ -181,6 +190,12 @@ TILES(PLANES8)
 static const Tile tiles[4][SIZES + 1] = {SET(CODES4), SET(TABLE4), SET(CODES8), SET(PLANES8)};
 #define SET_OF(m, mode) tiles[(m)->kind]
 #endif
+
+void product_fetch(const Matrix *m, long panel) {
+  const uint8_t *from = m->codes + panel * m->panel_bytes;
+  const long bytes = m->panel_bytes < 4096 ? 2 * m->panel_bytes : m->panel_bytes < 8192 ? m->panel_bytes : 8192;
+  for (long i = 0; i < bytes; i += 64) FETCH(from + i);
+}
 
 /* One panel, the rows first ... end - 1. */
 static void narrow(const Matrix *m, const Act *act, long mode, long first, long end, float *out, long stride, int add,

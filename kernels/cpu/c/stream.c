@@ -40,7 +40,7 @@ static void read_all(Team *team, void *argument) {
   Cursor cursor = {0};
   long units = 0;
   for (int64_t s = 0; s < r->count; s++) units += (r->bytes[s] + UNIT - 1) / UNIT;
-  team_phase(team, &cursor, units, 1, work_read, 0, NULL, r);
+  team_phase(team, &cursor, units, 1, work_read, 0, NULL, NULL, r);
 }
 
 /* Reads the spans once with all threads; the exclusive or of what it read, so that no compiler leaves it out. */

@@ -10,7 +10,7 @@ static int code_of(const Matrix *m, const uint8_t *panel, long lane, long column
     case CODES8:
       return panel[column / 4 * 64 + lane * 4 + column % 4] - 128;
     case PLANES8:
-      return ((panel[pair] >> upper & 15) << 4 | (panel[m->panel_bytes / 2 + pair] >> upper & 15)) - 128;
+      return ((panel[pair] >> upper & 15) << 4 | (panel[m->code_bytes / 2 + pair] >> upper & 15)) - 128;
     case TABLE4:
       return m->table[panel[pair] >> upper & 15] - 128;
     default:
@@ -18,19 +18,20 @@ static int code_of(const Matrix *m, const uint8_t *panel, long lane, long column
   }
 }
 
-static float scale_of(const Matrix *m, const void *scales, long at) {
-  return m->scale16 ? half_to_float(((const uint16_t *)scales)[at]) : ((const float *)scales)[at];
+static float scale_of(const Matrix *m, const uint8_t *scales, long at) {
+  return m->scale16 ? half_to_float(((const uint16_t *)(const void *)scales)[at]) : ((const float *)(const void *)scales)[at];
 }
 
 void unpack_row(const Matrix *m, long row, float *out) {
   long panel = row / LANES, lane = row % LANES, groups = m->cols / m->group;
-  const uint8_t *codes = m->codes + panel * m->panel_bytes;
+  const uint8_t *codes = m->codes + panel * m->panel_bytes, *scales = m->scales + panel * m->panel_bytes;
+  const uint8_t *minimums = m->minimums ? m->minimums + panel * m->panel_bytes : NULL;
   for (long g = 0; g < groups; g++) {
-    long at = (panel * groups + g) * LANES + lane;
-    float scale = scale_of(m, m->scales, at), minimum = m->minimums ? scale_of(m, m->minimums, at) : 0.0f;
+    long at = g * LANES + lane;
+    float scale = scale_of(m, scales, at), minimum = minimums ? scale_of(m, minimums, at) : 0.0f;
     for (long c = g * m->group; c < (g + 1) * m->group; c++) {
       float value = (float)code_of(m, codes, lane, c) * scale;
-      out[c] = m->minimums ? value + minimum : value;
+      out[c] = minimums ? value + minimum : value;
     }
   }
 }

@@ -203,7 +203,16 @@ INLINE vd vd_fma(vd a, vd b, vd c) { return a * b + c; }
 
 /* ---- on top of either ---------------------------------------------------------------------------------------------*/
 
-/* The sum of sixteen lanes, always in the order of a binary tree. */
+#if defined(NK_AVX512)
+/* The sum of sixteen lanes, always in the order of a binary tree: lane i and i + 8, then + 4, + 2, + 1. */
+INLINE float vf_sum_lanes(vf x) {
+  __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+INLINE int32_t vi_sum_lanes(vi x) { return _mm512_reduce_add_epi32(x); }
+#else
 INLINE float vf_sum_lanes(vf x) {
   float v[LANES];
   vf_store(v, x);
@@ -218,6 +227,7 @@ INLINE int32_t vi_sum_lanes(vi x) {
   for (int i = 0; i < LANES; i++) sum += v[i];
   return sum;
 }
+#endif
 
 /* e^x to about 2 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes' coefficients). Arguments are clamped to
  * -87.3 ... 88, so that e^-inf is about 1e-38 rather than 0; callers who need the zero multiply by it or mask. */
