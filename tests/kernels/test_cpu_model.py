@@ -244,6 +244,21 @@ def test_a_row_is_the_same_bits_however_the_work_is_cut(
             assert torch.equal(bind(name, mode, draw.randint(1, 3)).logits(piece), rows)
 
 
+def test_a_context_that_outgrows_the_rope_table_changes_no_bit(opened: Open, kernels: Library) -> None:
+    """The table grows between two steps: angles of early positions, or an address that a plan still holds, would not
+    be what they were. Also the longest step here, of a thousand rows."""
+    config, weights = opened("llama-Q4_0")
+    text, last = Text(tokens(1, 1060)[0], list(range(17))), [(0, 1000), (1000, 1023), (1023, 1026), (1026, 1060)]
+    whole, grown = (cpu.bind(config, weights, activations="a8g32") for _ in range(2))
+    [expected] = step(whole, PagedKV(config, 17), [(text, 0, 1060)])
+    pages = PagedKV(config, 17)
+    assert torch.equal(torch.cat([step(grown, pages, [(text, *part)])[0] for part in last]), expected)
+    theirs = reference.bind(config, weights, activations="a16")
+    wanted = logits_of(theirs, config, [text.ids])[-40:]
+    got = cpu.bind(config, weights, activations="a16")
+    assert (logits_of(got, config, [text.ids])[-40:] - wanted).abs().max() < 1e-3 * wanted.std()
+
+
 @pytest.mark.parametrize("name", ["llama-Q4_0", "llama-Q8_0-tied", "qwen3-mixed", "qwen3-K-tied"])
 def test_logits_of_ids_are_those_of_all(bind: Bind, opened: Open, name: str) -> None:
     """Repeated, unsorted and last ids, and none; one row and many. A verifier that asks for few must see what a sampler
