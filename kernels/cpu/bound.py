@@ -173,7 +173,7 @@ class Bound:
         return out[:, : self._config.vocab_size]
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """The id of the largest logit of every row, int64 [rows]: the lowest among equals, -1 where one is not finite."""
+        """The id of the largest logit, int64 [rows]: the lowest among equals, -1 where one is not finite."""
         hidden = self._input(hidden)
         rows = hidden.shape[0]
         best = torch.empty(rows, dtype=torch.int64)
