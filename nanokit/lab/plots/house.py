@@ -34,7 +34,7 @@ METHODS = {
 
 WIDTH = 660
 HEIGHT = 380
-LINE = 21  # of the title, px
+LINE, TOP = 21, 16  # of the title: height of a line, and where the first begins, px
 MOST_TICKS = 12
 DASHES = ("solid", "dash", "dot", "dashdot")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x")
@@ -60,10 +60,9 @@ HOUSE = go.layout.Template(
             "x": 0,
             "xref": "container",
             "xanchor": "left",
-            "y": 1,
             "yref": "container",
             "yanchor": "top",
-            "pad": {"l": 12, "t": 10},
+            "pad": {"l": 12},
             "font": {"size": 16, "weight": 600},
         },
         "colorway": list(PALETTE),
@@ -95,7 +94,7 @@ def figure(finding: str, *, x: str = "", y: str = "", summary: str = "", height:
         template=HOUSE,
         width=WIDTH,
         height=height,
-        title_text=finding,
+        title={"text": finding, "y": 1 - TOP / height},
         xaxis_title_text=x,
         yaxis_title_text=y,
         meta={"summary": summary or finding.replace("<br>", " ")},

@@ -48,7 +48,7 @@ def roofline(result: "RooflineResult") -> go.Figure:
     several, tokens = result.points, int(str(p["prompt_tokens"]))
     per_row = 2 * m["weights_per_token"] / m["bytes_per_token"]
     prompt = per_row * _rows(result)
-    first, last, ridge = per_row / 3, prompt * 1.8, ceiling / stream
+    first, last, ridge = per_row / 3, prompt * 2.2, ceiling / stream
     roof = {"color": GREY, "width": 2, "dash": "dash"}
     ends = [(first, first * stream), (ridge, ceiling), (max(last, ridge), ceiling)]
     fig.add_scatter(
@@ -70,16 +70,15 @@ def roofline(result: "RooflineResult") -> go.Figure:
             marker={"color": paint, "symbol": MARKERS[index], "size": 9},
             hovertemplate="%{text} rows: %{y:.0f} e9 operations/s<extra></extra>",
         )
-    notes = [
-        (first * 1.2, first * 1.2 * stream, f"memory: {stream:.1f} GB/s", "left", "middle"),
-        (last * 0.95, ceiling, f"arithmetic: {ceiling:.0f}e9 per second", "right", "bottom"),
-    ]
-    for x, y, text, side, edge in notes:  # on a logarithmic axis, notes and ranges are given as logarithms
-        at = {"x": math.log10(x), "y": math.log10(y)}
-        fig.add_annotation(**at, text=text, xanchor=side, yanchor=edge, xshift=12 if side == "left" else 0)
+    # Both above the flat part, where no forward can be; on a logarithmic axis, notes stand at the logarithm.
+    for x, text, side in (
+        (first, f" slope: memory, {stream:.1f} GB/s", "left"),
+        (last, f"flat: arithmetic, {ceiling:.0f}e9 per second", "right"),
+    ):
+        fig.add_annotation(x=math.log10(x), y=math.log10(ceiling), text=text, xanchor=side, yanchor="bottom")
     lowest = min([first * stream, *(speed for _, speed in several.values())])
-    fig.update_xaxes(type="log", dtick=1, range=[math.log10(first), math.log10(max(last, ridge))])
-    fig.update_yaxes(type="log", tickvals=TICKS, range=[math.log10(lowest / 1.3), math.log10(2 * ceiling)])
+    fig.update_xaxes(type="log", dtick=1, range=[math.log10(first / 1.02), math.log10(max(last, ridge) * 1.02)])
+    fig.update_yaxes(type="log", tickvals=TICKS, range=[math.log10(lowest / 2), math.log10(2 * ceiling)])
     return fig
 
 
