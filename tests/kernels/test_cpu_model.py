@@ -294,6 +294,9 @@ def test_argmax_is_that_of_the_logits_and_the_lowest_among_equals(kernels: Libra
         assert len(best.unique()) > 20
         assert torch.equal(torch.cat([bound.argmax(row[None]) for row in hidden]), best)
         assert bound.argmax(torch.zeros(3, 64)).tolist() == [0, 0, 0]
+        hidden[1, 5] = torch.nan  # nothing can be drawn of this row, and of its neighbours what could before
+        assert bound.argmax(hidden).tolist() == [best[0], -1, *best[2:]]
+        assert reference.bind(config, weights).argmax(hidden)[1] == -1
 
 
 def test_two_models_share_threads_and_nothing_else(bind: Bind, opened: Open) -> None:
