@@ -72,10 +72,10 @@ class Bound:
         self._arrays: list[np.ndarray] = []
         self._matrices: list[Packed] = []
         self._layers = (structs.Layer * config.num_layers)(*(self._layer(layer) for layer in weights.layers))
-        embedding = self._pack(weights.embedding, planes=config.tied_head)
+        embedding = self._pack(weights.embedding)
         if not config.tied_head:
             self._matrices.pop()  # of an embedding, a step reads a row for each token
-        head = embedding if weights.head is None else self._linear(weights.head, planes=True)
+        head = embedding if weights.head is None else self._linear(weights.head)
         self._model = structs.Model(
             config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
             config.head_dim, config.vocab_size, MODES[activations], config.rms_eps, embedding, head,
@@ -104,14 +104,13 @@ class Bound:
         norms = [None if norm is None else self._vector(norm) for norm in (w.attn_norm, w.ffn_norm, w.q_norm, w.k_norm)]
         return structs.Layer(*(self._linear(each) for each in (w.q, w.k, w.v, w.o, w.gate, w.up, w.down)), *norms)
 
-    def _linear(self, layer: "Linear", planes: bool = False) -> structs.Matrix:
-        bias = None if layer.bias is None else layer.bias.dense().numpy()
-        return self._pack(layer.weight, bias, planes)
+    def _linear(self, layer: "Linear") -> structs.Matrix:
+        return self._pack(layer.weight, None if layer.bias is None else layer.bias.dense().numpy())
 
-    def _pack(self, matrix: "Matrix", bias: np.ndarray | None = None, planes: bool = False) -> structs.Matrix:
+    def _pack(self, matrix: "Matrix", bias: np.ndarray | None = None) -> structs.Matrix:
         codes = matrix.quantized()
-        assert codes is not None, f"{matrix.name} has no codes"  # `unsupported` was asked before
-        packed = pack(matrix.name, codes, self._arena, bias, planes=planes)
+        assert codes is not None, f"{matrix.name} has no codes"  # `check` was asked before
+        packed = pack(matrix.name, codes, self._arena, bias)
         self._matrices.append(packed)
         self._arrays += packed.arrays
         return packed.struct

@@ -9,10 +9,13 @@
  *         acc = fma(weight minimum, activation sum, acc)            formats with minimums
  *     out = acc + offset (+ what was there)
  *
- * Tiles are one panel by up to 8 rows (decode: weights are read once and everything else hides behind that), or two
- * panels by 6 rows, 4 with two planes (prefill: as much as 32 vector registers hold). All are instances of one function.
+ * Tiles are one panel by up to 12 rows (decode and verification: weights are read once and everything else hides behind
+ * that), or two panels by 6 rows, 4 with two planes (prefill: activations are read half as often). That is as much as 32
+ * vector registers hold. All are instances of one function.
  */
 #include "nk.h"
+
+#define MANY_ROWS 64 /* from here on activations are too many for the first cache, and tiles of two panels are faster */
 
 #if defined(NK_AVX512)
 #define DO_PRAGMA(text) _Pragma(#text)
@@ -55,14 +58,14 @@ INLINE void tile(const Matrix *m, const Act *act, long row, float *out, long str
   const uint8_t *scales = m->scales + panel * pitch, *minimums = m->minimums ? m->minimums + panel * pitch : NULL;
   const int half = m->scale16 != 0, scale_bytes = LANES * (half ? 2 : 4);
   long left = per_scale;
-  vf acc[2][8];
-UNROLL(8)
+  vf acc[2][12];
+UNROLL(12)
   for (int r = 0; r < NR; r++)
 UNROLL(2)
     for (int p = 0; p < NP; p++) acc[p][r] = vf_zero();
   for (long s = 0; s < steps; s++) {
-    vi sum[2][8], upper_sum[2][8];
-UNROLL(8)
+    vi sum[2][12], upper_sum[2][12];
+UNROLL(12)
     for (int r = 0; r < NR; r++)
 UNROLL(2)
       for (int p = 0; p < NP; p++) {
@@ -82,7 +85,7 @@ UNROLL(2)
         vi w[2];
 UNROLL(2)
         for (int p = 0; p < NP; p++) w[p] = load_pair(codes[p], m->code_bytes / 2, kind, m->table, column, upper);
-UNROLL(8)
+UNROLL(12)
         for (int r = 0; r < NR; r++)
 UNROLL(2)
           for (int p = 0; p < NP; p++) {
@@ -98,7 +101,7 @@ UNROLL(2)
       w_scale[p] = load_scales(scales + p * pitch, half);
       w_minimum[p] = minimums ? load_scales(minimums + p * pitch, half) : vf_zero();
     }
-UNROLL(8)
+UNROLL(12)
     for (int r = 0; r < NR; r++)
 UNROLL(2)
       for (int p = 0; p < NP; p++) {
@@ -106,7 +109,7 @@ UNROLL(2)
         acc[p][r] = vf_fma(vf_from_int(whole), vf_mul(w_scale[p], vf_set(a_scale[r * steps + s])), acc[p][r]);
       }
     if (minimums)
-UNROLL(8)
+UNROLL(12)
       for (int r = 0; r < NR; r++)
 UNROLL(2)
         for (int p = 0; p < NP; p++) acc[p][r] = vf_fma(w_minimum[p], vf_set(a_sum[r * steps + s]), acc[p][r]);
@@ -122,7 +125,7 @@ UNROLL(2)
   }
   for (int p = 0; p < NP; p++) {
     vf offset = m->offset ? vf_load(m->offset + (panel + p) * LANES) : vf_zero();
-UNROLL(8)
+UNROLL(12)
     for (int r = 0; r < NR; r++) {
       float *to = out + r * stride + p * LANES;
       vf result = m->offset ? vf_add(acc[p][r], offset) : acc[p][r];
@@ -138,8 +141,8 @@ INLINE int planes_of(long mode) { return mode == MODE_A16 ? 2 : 1; }
 
 
 #if defined(NK_AVX512)
-#define SIZES 6
-static const int tile_rows[SIZES] = {1, 2, 3, 4, 6, 8};
+#define SIZES 7
+static const int tile_rows[SIZES] = {1, 2, 3, 4, 6, 8, 12};
 #define WIDE_ROWS(planes) ((planes) == 2 ? 4 : 6)
 
 #define NAME(KIND, STEP, PLANES, NP, NR) tile_##KIND##_##STEP##_##PLANES##_##NP##_##NR
@@ -152,11 +155,11 @@ static const int tile_rows[SIZES] = {1, 2, 3, 4, 6, 8};
 #define TILES(KIND, STEP, PLANES, WIDE)                                                        \
   TILE(KIND, STEP, PLANES, 1, 1) TILE(KIND, STEP, PLANES, 1, 2) TILE(KIND, STEP, PLANES, 1, 3) \
   TILE(KIND, STEP, PLANES, 1, 4) TILE(KIND, STEP, PLANES, 1, 6) TILE(KIND, STEP, PLANES, 1, 8) \
-  TILE(KIND, STEP, PLANES, 2, WIDE)
+  TILE(KIND, STEP, PLANES, 1, 12) TILE(KIND, STEP, PLANES, 2, WIDE)
 #define SET(KIND, STEP, PLANES, WIDE)                                                                       \
   {NAME(KIND, STEP, PLANES, 1, 1), NAME(KIND, STEP, PLANES, 1, 2), NAME(KIND, STEP, PLANES, 1, 3),          \
    NAME(KIND, STEP, PLANES, 1, 4), NAME(KIND, STEP, PLANES, 1, 6), NAME(KIND, STEP, PLANES, 1, 8),          \
-   NAME(KIND, STEP, PLANES, 2, WIDE)}
+   NAME(KIND, STEP, PLANES, 1, 12), NAME(KIND, STEP, PLANES, 2, WIDE)}
 #define ALL_TILES(KIND) TILES(KIND, 32, 1, 6) TILES(KIND, 32, 2, 4) TILES(KIND, 16, 1, 6) TILES(KIND, 16, 2, 4)
 #define ALL_SETS(KIND) {{SET(KIND, 32, 1, 6), SET(KIND, 32, 2, 4)}, {SET(KIND, 16, 1, 6), SET(KIND, 16, 2, 4)}}
 
@@ -210,7 +213,7 @@ static void narrow(const Matrix *m, const Act *act, long mode, long first, long 
 
 void product_range(const Matrix *m, const Act *act, long mode, long rows, float *out, long stride, int add, long first,
                    long end) {
-  const long wide = WIDE_ROWS(planes_of(mode)), tiled = rows > 8 ? rows / wide * wide : 0;
+  const long wide = WIDE_ROWS(planes_of(mode)), tiled = rows >= MANY_ROWS ? rows / wide * wide : 0;
   long panel = first;
   for (; tiled && panel + 1 < end; panel += 2) {
     for (long row = 0; row < tiled; row += wide)
