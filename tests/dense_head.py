@@ -1,5 +1,6 @@
 """A head over any matrix, without a model: with an identity matrix, hidden states are logits."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -18,7 +19,7 @@ class Dense:
         return out if ids is None else out[:, ids]
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        return self.logits(hidden).argmax(dim=-1)
+        return torch.tensor([self.selection.argmax(row) for row in self.logits(hidden)], dtype=torch.int64)
 
 
 def dense_head(weight: Tensor, bias: Tensor | None = None, answers: Selection = selection) -> FullHead:

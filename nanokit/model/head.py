@@ -122,7 +122,7 @@ class HeadProduct(Protocol):
         ...
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """int64 [rows], among equals the lowest id."""
+        """int64 [rows], among equals the lowest id; -1 for a row that cannot be drawn from."""
         ...
 
 
