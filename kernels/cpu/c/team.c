@@ -170,8 +170,7 @@ static long take(Counter *taken, long phase, long first, long end, long smallest
     if (PHASE(word) > phase) return 0; /* long over */
     next = first + (PHASE(word) == phase ? COUNT(word) : 0);
     if (next >= end) return 0;
-    count = (end - next + 1) / 2;
-    if (count < smallest) count = smallest;
+    count = ((end - next + 1) / 2 + smallest - 1) / smallest * smallest;
     if (count > end - next) count = end - next;
   } while (!atomic_compare_exchange_weak_explicit(&taken->word, &word, WORD(phase, next - first + count),
                                                   memory_order_acq_rel, memory_order_relaxed));
