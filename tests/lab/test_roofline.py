@@ -231,7 +231,7 @@ def kernels() -> None:
 
 
 def test_a_product_walks_through_as_many_bytes_as_asked(kernels: None) -> None:
-    p = products.ProductParams(preset="smoke", mib=6, rows=2)
+    p = products.ProductParams(preset="smoke", walk=6, rows=2)
     result = products.product(p)
     assert result.metrics["walk_bytes"] == pytest.approx(6 << 20, rel=0.3)
     assert result.settings["copies"] > 1
@@ -254,7 +254,7 @@ def test_without_kernels_the_reference_computes_the_same(kernels: None, monkeypa
 
     monkeypatch.setattr(products, "library", none)
     monkeypatch.setattr(products, "SIDE", 256)
-    result = products.product(products.ProductParams(preset="smoke", mib=1))
+    result = products.product(products.ProductParams(preset="smoke", walk=1))
     assert result.settings == {"matrix": [256, 256], "copies": 4, "compiled": False}
 
 

@@ -41,8 +41,8 @@ class ProductParams(Params):
     weights: str = knob("int4-asym-g32", "weight format", choices=FORMATS)
     rows: int = knob(8, "rows of activations", unit="rows", low=1, high=64)
     activations: str = knob("a8g32", "activation mode", choices=activations.MODES[1:])
-    mib: int = knob(
-        0, "size of all copies of the matrix", unit="MiB", low=1, high=512,
+    walk: int = knob(
+        0, "bytes of matrices before the first comes again", unit="MiB", low=1, high=512,
         by_preset={"smoke": 8, "quick": 96, "full": 256},
     )  # fmt: skip
     repeats: int = knob(0, "rounds", low=2, high=50, by_preset={"smoke": 2, "quick": 5, "full": 15})
@@ -130,7 +130,7 @@ def product(
 def _matrices(
     weights: QTensor, p: ProductParams, cancel: threading.Event | None
 ) -> tuple[list[Linear] | list[TorchLinear], Callable[[], object], int]:
-    """Copies that fill p.mib (at least one), a function that reads all of them, and their bytes."""
+    """Copies that fill p.walk (at least one), a function that reads all of them, and their bytes."""
     try:
         library()
     except NoKernelsError:
@@ -146,4 +146,4 @@ def _matrices(
 
 
 def _copies(p: ProductParams, size: int) -> int:
-    return max(1, round((p.mib << 20) / size))
+    return max(1, round((p.walk << 20) / size))
