@@ -42,6 +42,12 @@ def mass(logits: Tensor, temperature: float) -> float:
     return float(((wide - wide.max()) / temperature).exp().sum())
 
 
+def look(logits: Tensor, count: int, temperature: float) -> tuple[NDArray[np.int64], float]:
+    """What a filter asks first: `largest` and `mass`; no ids when the row cannot be drawn from."""
+    weighed = mass(logits, temperature)
+    return (np.empty(0, np.int64), weighed) if np.isnan(weighed) else (largest(logits, count), weighed)
+
+
 def normalizer(logits: Tensor) -> Tensor:
     """log of the sum of exp(logit) of every row, fp32 [n]; logits [n, V]. NaN for a row that cannot be drawn from."""
     tops = logits.amax(dim=-1)

@@ -19,6 +19,7 @@ class Selection:
         key = (c_float, c_uint64, c_uint64, c_uint32)
         self._argmax = library.declare("nk_row_argmax", c_int64, *row)
         self._largest = library.declare("nk_row_largest", c_int64, *row, c_int64, c_void_p)
+        self._look = library.declare("nk_row_look", c_int64, *row, c_int64, c_double, c_void_p, c_void_p)
         self._mass = library.declare("nk_row_mass", c_double, *row, c_double, c_void_p)
         self._candidates = library.declare("nk_draw_candidates", c_int64, *row, *key, c_void_p, c_void_p)
         self._candidates_of = library.declare(
@@ -32,7 +33,7 @@ class Selection:
 
     def largest(self, logits: Tensor, count: int) -> NDArray[np.int64]:
         """See kernels/selection.py. Raises ValueError for NaN among the logits."""
-        count = min(count, len(logits))
+        count = min(count, logits.numel())
         ids = np.empty(count, np.int64)
         found = self._largest(*_row(logits), count, ids.ctypes.data)
         if found < 0:
@@ -40,6 +41,15 @@ class Selection:
         if found != count:
             raise ValueError("NaN among the logits")
         return ids
+
+    def look(self, logits: Tensor, count: int, temperature: float) -> tuple[NDArray[np.int64], float]:
+        """See kernels/selection.py."""
+        address, size = _row(logits)
+        ids, mass = np.empty(min(count, size), np.int64), c_double()
+        found = self._look(address, size, len(ids), temperature, ids.ctypes.data, byref(mass))
+        if found == -1:
+            raise MemoryError("no memory to sort logits")
+        return ids[: max(found, 0)], mass.value
 
     def mass(self, logits: Tensor, temperature: float) -> float:
         """See kernels/selection.py."""
@@ -79,8 +89,9 @@ class Selection:
 
 def _row(logits: Tensor) -> tuple[int, int]:
     """Address and length of a row, checked: C would read whatever lies there."""
-    if logits.dtype != torch.float32 or logits.ndim != 1 or (logits.stride(0) != 1 and len(logits) > 1):
+    if logits.dtype is not torch.float32 or logits.ndim != 1 or not logits.is_contiguous():
         raise ValueError(f"a row of logits is fp32, one piece of memory, not {logits.dtype} {logits.stride()}")
-    if not 0 < len(logits) < 2**31:
-        raise ValueError(f"a row of {len(logits)} logits")
-    return logits.data_ptr(), len(logits)
+    size = logits.numel()
+    if not 0 < size < 2**31:
+        raise ValueError(f"a row of {size} logits")
+    return logits.data_ptr(), size

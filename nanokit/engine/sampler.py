@@ -47,17 +47,18 @@ class Row:
 
 
 def kept(logits: Tensor, sampling: Sampling, selection: Selection) -> NDArray[np.int64]:
-    """Ids that top-k, top-p and min-p leave, in ascending order: never none, and none whose logit is -inf.
-
-    logits: fp32 [V] on the CPU, edits applied, one that can be drawn from.
+    """Ids that top-k, top-p and min-p leave, in ascending order: none only of a row that cannot be drawn from, and none
+    whose logit is -inf. logits: fp32 [V] on the CPU, edits applied.
     """
-    values, vocab_size = logits.numpy(), len(logits)
+    values = logits.numpy()
+    vocab_size = len(values)
     top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
     nucleus = sampling.top_p < 1.0
-    total = selection.mass(logits, sampling.temperature) if nucleus and not top_k else 0.0
     count = top_k or min(FIRST_LOOK, vocab_size)
+    ids, total = selection.look(logits, count, sampling.temperature)
+    if len(ids) == 0:
+        return ids
     while True:
-        ids = selection.largest(logits, count)
         looked_at = values[ids]
         # exp((logit - max) / T): probabilities up to their normaliser
         mass = np.exp((looked_at.astype(np.float64) - looked_at[0]) / sampling.temperature)
@@ -67,6 +68,7 @@ def kept(logits: Tensor, sampling: Sampling, selection: Selection) -> NDArray[np
         if top_k or count == vocab_size or mass[-1] < sampling.min_p or (nucleus and mass.sum() >= needed):
             break
         count = min(count * WIDEN, vocab_size)
+        ids = selection.largest(logits, count)
     keep = (mass >= sampling.min_p) & (looked_at > -np.inf)
     if nucleus:
         end = int(np.searchsorted(np.cumsum(mass), needed)) + 1  # first place where the sum has reached it
@@ -100,9 +102,11 @@ def _tokens(head: Head, hidden: Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def _token(selection: Selection, logits: Tensor, row: Row, noise: Noise, index: int) -> int:
-    if row.sampling.is_greedy or selection.argmax(logits) < 0:
+    if row.sampling.is_greedy:
         return selection.argmax(logits)
     ids = kept(logits, row.sampling, selection) if row.sampling.is_filtered else None
+    if ids is not None and len(ids) == 0:
+        return -1
     return gumbel_argmax(selection, logits, row.sampling.temperature, noise, index, ids)
 
 

@@ -63,6 +63,10 @@ class Selection(Protocol):
         """Ids of the `count` largest, largest first, among equals the lowest id first."""
         ...
 
+    def look(self, logits: Tensor, count: int, temperature: float) -> tuple[NDArray[np.int64], float]:
+        """`largest` and `mass` at once; no ids when the row cannot be drawn from."""
+        ...
+
     def mass(self, logits: Tensor, temperature: float) -> float:
         """Sum of exp((logit - max) / temperature), to 1e-9."""
         ...

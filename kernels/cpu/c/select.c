@@ -155,3 +155,10 @@ double nk_row_mass(const float *x, int64_t n, double temperature, float *top) {
   for (int k = 0; k < 8; k++) sum += lanes[k] + last[k];
   return sum;
 }
+
+/* What a filter asks first, in one call: nk_row_largest and, at *mass, nk_row_mass; -2 when the row cannot be drawn from. */
+int64_t nk_row_look(const float *x, int64_t n, int64_t count, double temperature, int64_t *ids, double *mass) {
+  float top;
+  *mass = nk_row_mass(x, n, temperature, &top);
+  return isnan(*mass) ? -2 : nk_row_largest(x, n, count, ids);
+}
