@@ -22,9 +22,10 @@ from nanokit.errors import NanokitError, ParameterError
 from nanokit.kernels.activations import checked_peaks, not_calibrated
 from nanokit.kernels.cpu import structs
 from nanokit.kernels.cpu.library import Library
-from nanokit.kernels.cpu.pack import LANES, Arena, Packed, pack
+from nanokit.kernels.cpu.pack import LANES, Arena, Packed, pack_rows
 from nanokit.kernels.cpu.select import Selection
 from nanokit.kernels.cpu.team import Team, team
+from nanokit.quant.qtensor import QTensor
 
 if TYPE_CHECKING:
     from nanokit.kernels.paged import Pages
@@ -66,7 +67,7 @@ class Bound:
 
     def __init__(self, config: "ModelConfig", weights: "Weights", activations: str, library: Library) -> None:
         self._config, self._mode, self._c = config, activations, Functions(library)
-        self.library, self.selection = library, Selection(library)
+        self.variant, self.selection = library.variant, Selection(library)
         self._team: Team = team(library)
         self._arena = Arena()
         self._arrays: list[np.ndarray] = []
@@ -108,9 +109,12 @@ class Bound:
         return self._pack(layer.weight, None if layer.bias is None else layer.bias.dense().numpy())
 
     def _pack(self, matrix: "Matrix", bias: np.ndarray | None = None) -> structs.Matrix:
-        codes = matrix.quantized()
-        assert codes is not None, f"{matrix.name} has no codes"  # `check` was asked before
-        packed = pack(matrix.name, codes, self._arena, bias)
+        def read(first: int, end: int) -> QTensor:
+            codes = matrix.quantized(first, end)
+            assert codes is not None, f"{matrix.name} has no codes"  # `check` was asked before
+            return codes
+
+        packed = pack_rows(matrix.name, matrix.shape, read, self._arena, bias)
         self._matrices.append(packed)
         self._arrays += packed.arrays
         return packed.struct

@@ -81,33 +81,37 @@ class GGUFFile:
         """
         info = self.info(name)
         values = dequantize(self.raw(name), info.type, info.shape, name=_label(info), check_finite=True)
-        self._drop(info)
+        self._drop(info, 0, info.nbytes)
         return values
 
-    def quantized(self, name: str) -> QTensor | None:
-        """A tensor's codes, scales and minimums as stored, or None for a type that has none.
+    def quantized(self, name: str, first: int = 0, end: int | None = None) -> QTensor | None:
+        """Codes, scales and minimums as stored, of a whole tensor or of the rows first … end - 1 of a matrix, or None
+        for a type that has none.
 
         Raises ModelFileError, as `tensor` does, for a weight that is not finite.
         """
         info = self.info(name)
         if info.type not in FORMATS or not FORMATS[info.type].has_codes:
             return None
-        raw = self.raw(name)
-        codes = FORMATS[info.type].decode(raw, info.shape)
+        whole, rows = self.raw(name), info.shape[0]
+        end = rows if end is None else end
+        start, stop = (info.nbytes * row // rows for row in (first, end))
+        codes = FORMATS[info.type].decode(whole[start:stop], (end - first, *info.shape[1:]))
         with np.errstate(over="ignore", invalid="ignore"):
             bound = np.abs(codes.scales).max() * np.float32(128)
             if codes.minimums is not None:
                 bound += np.abs(codes.minimums).max()
         if not np.isfinite(bound):  # look at each weight: refused with its place, or huge and finite after all
-            dequantize(raw, info.type, info.shape, name=_label(info), check_finite=True)
-        self._drop(info)
+            dequantize(whole, info.type, info.shape, name=_label(info), check_finite=True)
+            start, stop = 0, info.nbytes
+        self._drop(info, start, stop)
         return codes
 
-    def _drop(self, info: TensorInfo) -> None:
-        """Unmap the pages of a tensor; one that is touched again comes back from the file."""
+    def _drop(self, info: TensorInfo, start: int, stop: int) -> None:
+        """Unmap the pages of bytes of a tensor; one that is touched again comes back from the file."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            first = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._maps[info.file].madvise(mmap.MADV_DONTNEED, first, info.offset + info.nbytes - first)
+            first = (info.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
+            self._maps[info.file].madvise(mmap.MADV_DONTNEED, first, info.offset + stop - first)
 
 
 def _label(info: TensorInfo) -> str:

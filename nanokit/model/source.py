@@ -97,30 +97,34 @@ class GGUFSource:
         self.stored = {name: Stored(info.shape, info.nbytes, info.type) for name, info in infos.items()}
 
     def tensor(self, name: str) -> Tensor:
-        return self._half_split(name, torch.from_numpy(self._file.tensor(name)))
+        rows = torch.from_numpy(self._file.tensor(name))
+        heads = self._interleaved_heads(name)
+        return unpermute(rows, heads) if heads else rows
 
-    def quantized(self, name: str) -> QTensor | None:
-        q = self._file.quantized(name)
+    def quantized(self, name: str, first: int, end: int) -> QTensor | None:
+        heads = self._interleaved_heads(name)
+        if not heads:
+            return self._file.quantized(name, first, end)
+        per_head = self.stored[name].shape[0] // heads
+        begin, heads_read = first // per_head * per_head, -(-end // per_head) - first // per_head
+        q = self._file.quantized(name, begin, begin + heads_read * per_head)
         if q is None:
             return None
-        minimums = None if q.minimums is None else self._half_split_array(name, q.minimums)
-        return replace(
-            q,
-            codes=self._half_split_array(name, q.codes),
-            scales=self._half_split_array(name, q.scales),
-            minimums=minimums,
-        )
 
-    def _half_split_array(self, name: str, rows: np.ndarray) -> np.ndarray:
-        return self._half_split(name, torch.from_numpy(rows)).numpy()
+        def in_order(rows: np.ndarray) -> np.ndarray:
+            return unpermute(torch.from_numpy(rows), heads_read).numpy()
 
-    def _half_split(self, name: str, rows: Tensor) -> Tensor:
-        """`rows` of the tensor `name` in half-split rope order, which all but llama's q and k have already."""
+        minimums = None if q.minimums is None else in_order(q.minimums)
+        q = replace(q, codes=in_order(q.codes), scales=in_order(q.scales), minimums=minimums)
+        return q.rows(first - begin, end - begin)
+
+    def _interleaved_heads(self, name: str) -> int:
+        """The heads of a tensor whose rows stand in interleaved rope order, as llama's q and k do; 0 for others."""
         if self.config.architecture == "llama":
             for part, heads in ((".attn_q.", self.config.num_heads), (".attn_k.", self.config.num_kv_heads)):
                 if part in name:
-                    return unpermute(rows, heads)
-        return rows
+                    return heads
+        return 0
 
 
 def unpermute(weight: Tensor, heads: int) -> Tensor:
@@ -187,7 +191,7 @@ class SafetensorsSource:
             )
         return tensor
 
-    def quantized(self, name: str) -> None:
+    def quantized(self, name: str, first: int, end: int) -> None:
         """None: a checkpoint of floats. (Quantized ones are refused when their config.json is read.)"""
 
 

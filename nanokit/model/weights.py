@@ -54,10 +54,10 @@ class Matrix:
         """Read it, in fp32. Raises ModelFileError when it holds infinities or NaN."""
         return self.source.tensor(self.name)
 
-    def quantized(self) -> QTensor | None:
-        """Read it as codes, scales and minimums, nothing rounded again; None where it is stored without them. Raises
-        ModelFileError as `dense` does."""
-        return self.source.quantized(self.name)
+    def quantized(self, first: int = 0, end: int | None = None) -> QTensor | None:
+        """Read it, or the rows first … end - 1 of it, as codes, scales and minimums, nothing rounded again; None where
+        it is stored without them. Raises ModelFileError as `dense` does."""
+        return self.source.quantized(self.name, first, self.shape[0] if end is None else end)
 
 
 class Linear(NamedTuple):
@@ -117,8 +117,8 @@ class TensorSource(Protocol):
         """The tensor in fp32, rows and columns as torch has them. Raises ModelFileError unless all of it is finite."""
         ...
 
-    def quantized(self, name: str) -> QTensor | None:
-        """The tensor as codes, in the same order of rows; None where it is stored without them."""
+    def quantized(self, name: str, first: int, end: int) -> QTensor | None:
+        """The rows first … end - 1 of `tensor` as codes; None where it is stored without them."""
         ...
 
 

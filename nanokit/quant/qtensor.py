@@ -9,7 +9,7 @@ enough to be bit equal to the reference, and every consumer would have to multip
 tables in use hold whole numbers that fit 8 bits, which is what integer kernels look up).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,12 @@ class QTensor:
     group: int
     table: np.ndarray | None
     code_range: tuple[int, int]
+
+    def rows(self, first: int, end: int) -> "QTensor":
+        """The rows first … end - 1 (of the first dimension, where there are more than two), as views of these."""
+        codes = self.codes[first:end]
+        minimums = None if self.minimums is None else self.minimums[first:end]
+        return replace(self, shape=codes.shape, codes=codes, scales=self.scales[first:end], minimums=minimums)
 
     def dequantize(self, out: np.ndarray | None = None) -> np.ndarray:
         """Weights as float32 of `shape`; written into `out` (float32, contiguous, as many elements) when

@@ -59,6 +59,11 @@ def test_codes_are_the_dense_weights_row_by_row(tmp_path: Path, config: type) ->
         assert (q.format, q.shape) == (matrix.type, matrix.shape)
         assert q.codes.flags.c_contiguous
         assert np.array_equal(q.dequantize(), matrix.dense().numpy()), matrix.name
+        for first, end in ((0, 1), (7, 31), (20, 40), (19, matrix.shape[0])):
+            part = matrix.quantized(first, end)
+            assert part is not None
+            assert part.shape == (end - first, matrix.shape[1])
+            assert np.array_equal(part.dequantize(), q.dequantize()[first:end]), (matrix.name, first, end)
     assert weights.final_norm.quantized() is None
 
 
@@ -101,6 +106,16 @@ def test_a_finite_scale_whose_product_overflows(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_damaged_scale_in_the_middle_is_found_where_it_is(tmp_path: Path) -> None:
+    """Rows are read in parts: the place that is named must count from the first row of the file."""
+    blocks = np.ones((40, 20), np.uint8)
+    blocks[33, 0:2] = 0xFF
+    file = one_tensor(tmp_path / "m.gguf", "Q4_1", blocks)
+    assert file.quantized("w", 0, 32) is not None
+    with pytest.raises(ModelFileError, match=r"\[33, 0\]"):
+        file.quantized("w", 32, 40)
+
+
 def test_the_file_does_not_count_beside_what_was_read(tmp_path: Path) -> None:
     """A mapped file that was read stays in the process's memory: a model of 97 MB would take that much twice."""
     path = tmp_path / "m.gguf"
@@ -113,4 +128,7 @@ def test_the_file_does_not_count_beside_what_was_read(tmp_path: Path) -> None:
     assert resident() > 19 << 20
     for read in (file.quantized, file.tensor):
         read("w")
+        assert resident() < 1 << 20
+    for first in range(0, 1 << 20, 1 << 18):
+        file.quantized("w", first, first + (1 << 18))
         assert resident() < 1 << 20
