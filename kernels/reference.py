@@ -131,6 +131,7 @@ class Bound:
     `calibrate`, and in the other modes.
     """
 
+    variant = "torch"
     selection = selection  # the questions about logits that `FullHead` asks
 
     def __init__(self, config: "ModelConfig", weights: "Weights", resident: bool, activations: str) -> None:

@@ -18,12 +18,17 @@ from nanokit.model.head import FullHead, HeadProduct
 from nanokit.model.source import ModelSource, footprint
 from nanokit.model.weights import Weights, find_weights
 
-# What the C kernels run unless told otherwise; see the README's table of activation modes.
+# What the C kernels run unless told otherwise. a16 loses nothing that a text shows and costs little at one row, but its
+# second plane is arithmetic that verification, batches and prefill wait for; what a8g32 loses is small beside what
+# 4-bit weights have lost already, and llama.cpp keeps activations alike. The notebook 01_roofline measures both.
 DEFAULT_ACTIVATIONS = "a8g32"
 
 
 class BoundModel(HeadProduct, Protocol):
-    """What `bind` of a backend returns. peaks: noted instead of used, see kernels/activations.py."""
+    """What `bind` of a backend returns. variant: what the kernels are called in records. peaks: noted instead of
+    used, see kernels/activations.py."""
+
+    variant: str
 
     @property
     def bytes_per_token(self) -> int:
@@ -102,6 +107,7 @@ class Transformer:
         self.vocab_size = opened.config.vocab_size
         with naming(self.name):
             self._bound = opened.bind()
+        self.kernels = self._bound.variant  # "avx512", …; "torch" is the reference
         self.head = FullHead(self._bound, self.vocab_size)
 
     def forward(self, batch: Batch, pages: Any) -> Tensor:

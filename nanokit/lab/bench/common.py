@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 
 from nanokit.engine.load import LoadedEngine
-from nanokit.kernels.cpu.library import library
 from nanokit.kernels.cpu.team import thread_count
 from nanokit.lab.bench.peers import PEERS, Rival, check_installed, open_rivals
 from nanokit.lab.bench.timing import PAUSE_S, Rounds, spread
@@ -133,7 +132,7 @@ def settings(bench: Bench) -> Mapping[str, Any]:
     engine, sizes = bench.engine, bench.engine.config
     return {
         "model": engine.model.name,
-        "kernels": library().variant if engine.model.compiled else "torch",
+        "kernels": engine.model.kernels,
         "activations": engine.model.activations,
         "kv_format": engine.kv.kv_format,
         "kv_blocks": sizes.num_blocks,

@@ -81,6 +81,7 @@ def tour(p: TourParams, *, progress: Progress | None = None, cancel: threading.E
     metrics |= {"answer_tokens": answer.generated_tokens, "answer_ttft_ms": answer.timings.ttft_ms or 0.0}
     settings = {
         "model": model.name,
+        "kernels": model.kernels,
         "activations": model.activations,
         "kv_format": engine.kv.kv_format,
         "timed_tokens": DECODED,
