@@ -1,7 +1,7 @@
 /* Rows of activations: RMS norm, the gate, and quantization to whole numbers (contract: kernels/activations.py).
  *
- * Every operation rounds once, so that codes and scales are those of the reference bit for bit; only the order of a norm's
- * sum is this file's own. A NaN or infinity in a row makes its scale NaN or infinite and so comes out at the other end.
+ * Every operation rounds once, so that codes and scales are those of the reference bit for bit; only the order of a
+ * norm's sum is this file's own. A NaN or infinity in a row makes its scale NaN or infinite and so comes out at the other end.
  */
 #include "nk.h"
 
@@ -27,10 +27,10 @@ float peak_of(const float *x, long n) {
 }
 
 #define ACT_PLANES 2
-#define ACT_WORDS 10 /* fp32 or int32 a 32-column step: scale, sum and three starts; twice as many a 16-column one */
+#define ACT_WORDS 5 /* scale, sum and three starts, fp32 or int32: once for each 32 columns and once for each 16 */
 
 long act_bytes(long rows, long cols) {
-  return rows * (ACT_PLANES * cols + 3 * cols / 32 * ACT_WORDS / 2 * 4) + 64;
+  return rows * (ACT_PLANES * cols + (cols / 32 + cols / 16) * ACT_WORDS * 4) + 64;
 }
 
 void act_place(Act *act, void *memory, long rows, long cols) {

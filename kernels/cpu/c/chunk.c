@@ -4,8 +4,8 @@
 #include <float.h>
 
 #if defined(NK_AVX512)
-/* Vectors of sums a pair: n * WIDE(n) of them, and WIDE(n) of keys or values, stay in registers. There are as many as an
- * fma takes cycles times those begun in one, or more, lest each waits for the one before. */
+/* Vectors of sums a pair: n * WIDE(n) of them, and WIDE(n) of keys or values, stay in registers. There are as many as
+ * an fma takes cycles times those begun in one, or more, lest each waits for the one before. */
 #define WIDE(n) ((n) <= 3 ? 4 : 2)
 #define MOST_WIDE 4
 #else
@@ -131,11 +131,6 @@ void chunk_widen(const Chunk *c, long dim, int tokens, float *keys, float *value
     vf_store(keys + i, format == KV_FP16 ? load(c->keys, i, KV_FP16) : load(c->keys, i, KV_INT8));
   for (long i = 0; i < n; i += LANES)
     vf_store(values + i, format == KV_FP16 ? load(c->values, i, KV_FP16) : load(c->values, i, KV_INT8));
-}
-
-void partial_copy(long dim, long n, Partial into, Partial from) {
-  memcpy(into.sums, from.sums, (size_t)(n * partial_floats(dim)) * sizeof(float));
-  memcpy(into.max, from.max, (size_t)n * sizeof(float));
 }
 
 void partial_join(long dim, long n, Partial into, Partial from) {

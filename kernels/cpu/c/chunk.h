@@ -39,7 +39,6 @@ INLINE Partial partial_from(Partial p, long pair, long dim) {
 void chunk_attend(const Chunk *c, long dim, long n, const float *const *q, const int *seen, Partial out);
 /* keys and values of the first `tokens` tokens in fp32 (exact), so that many tiles need not widen them again */
 void chunk_widen(const Chunk *c, long dim, int tokens, float *keys, float *values);
-void partial_copy(long dim, long n, Partial into, Partial from);
 void partial_join(long dim, long n, Partial into, Partial from);
 /* [dim] of the first pair of p */
 void partial_finish(long dim, Partial p, float *out);

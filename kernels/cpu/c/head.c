@@ -70,7 +70,8 @@ static int run_question(Team *team, Workspace *w, Question *q) {
   return NK_OK;
 }
 
-int nk_logits(Team *team, Workspace *w, const Model *model, long rows, const float *hidden, float *logits, long stride) {
+int nk_logits(Team *team, Workspace *w, const Model *model, long rows, const float *hidden, float *logits,
+              long stride) {
   Question q = {.model = model, .rows = rows, .hidden = hidden, .logits = logits, .stride = stride};
   return run_question(team, w, &q);
 }

@@ -44,7 +44,8 @@ int nk_linear(Team *team, const Matrix *matrix, long mode, float peak, long rows
 }
 
 /* codes int32 [rows][cols], scales [rows][cols / group], group 16 or 32 */
-int nk_quantize(long rows, long cols, long mode, float peak, const float *x, int32_t *codes, float *scales, long group) {
+int nk_quantize(long rows, long cols, long mode, float peak, const float *x, int32_t *codes, float *scales,
+                long group) {
   Buffer memory = {0};
   Act act;
   if (rows == 0) return NK_OK;

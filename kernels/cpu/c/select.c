@@ -156,7 +156,8 @@ double nk_row_mass(const float *x, int64_t n, double temperature, float *top) {
   return sum;
 }
 
-/* What a filter asks first, in one call: nk_row_largest and, at *mass, nk_row_mass; -2 when the row cannot be drawn from. */
+/* What a filter asks first, in one call: nk_row_largest and, at *mass, nk_row_mass; -2 when the row cannot be drawn
+ * from. */
 int64_t nk_row_look(const float *x, int64_t n, int64_t count, double temperature, int64_t *ids, double *mass) {
   float top;
   *mass = nk_row_mass(x, n, temperature, &top);

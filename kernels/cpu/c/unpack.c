@@ -19,7 +19,8 @@ static int code_of(const Matrix *m, const uint8_t *panel, long lane, long column
 }
 
 static float scale_of(const Matrix *m, const uint8_t *scales, long at) {
-  return m->scale16 ? half_to_float(((const uint16_t *)(const void *)scales)[at]) : ((const float *)(const void *)scales)[at];
+  return m->scale16 ? half_to_float(((const uint16_t *)(const void *)scales)[at])
+                    : ((const float *)(const void *)scales)[at];
 }
 
 void unpack_row(const Matrix *m, long row, float *out) {

@@ -13,9 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(NK_AVX512)
-#include <immintrin.h>
-#elif defined(__SSE2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -104,7 +102,6 @@ INLINE vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
 INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 INLINE vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
-INLINE vf vf_abs(vf a) { return _mm512_abs_ps(a); }
 INLINE vf vf_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE float vf_max_lane(vf a) { return _mm512_reduce_max_ps(a); }
 /* the larger magnitude of each lane, compared as bits, so that a NaN wins over everything; and of all lanes */

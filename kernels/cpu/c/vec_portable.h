@@ -70,7 +70,6 @@ INLINE vf vf_div(vf a, vf b) { OF_PARTS(vf, A / B); }
 INLINE vf vf_fma(vf a, vf b, vf c) { OF_PARTS(vf, A * B + c.part[p]); } /* two roundings: -ffp-contract=off */
 INLINE vf vf_max(vf a, vf b) { OF_PARTS(vf, n_choose(A > B, A, B)); } /* as x86: the second where unordered */
 INLINE vf vf_min(vf a, vf b) { OF_PARTS(vf, n_choose(A < B, A, B)); }
-INLINE vf vf_abs(vf a) { OF_PARTS(vf, (nf)((ni)A & 0x7fffffff)); }
 INLINE vf vf_round(vf a) { /* beyond 2^23 every float is whole; the sum's own rounding does the rest */
   vf x;
   PART {
