@@ -67,7 +67,7 @@ def quantize(x: Tensor, mode: str, peak: Tensor | float | None = None) -> Quanti
         largest = grouped.abs().amax().expand(x.shape[0], 1)
     else:
         largest = grouped.abs().amax(dim=-1)
-    limit = torch.tensor(float(LIMIT_A16 if mode == "a16" else LIMIT), device=x.device)
+    limit = torch.tensor(LIMIT_A16 if mode == "a16" else LIMIT, dtype=torch.float32, device=x.device)
     vanishing = largest < TINY
     # A tensor over a tensor: torch computes number / tensor as number * (1 / tensor), which rounds twice.
     scales = torch.where(vanishing, 0.0, largest / limit)
@@ -101,7 +101,7 @@ def place_name(place: int, layers: int) -> str:
 
 def no_peaks(layers: int) -> Tensor:
     """Peaks before anything was measured: fp32 zeros, one for each place of a model of so many layers."""
-    return torch.zeros(4 * layers + 1)
+    return torch.zeros(4 * layers + 1, dtype=torch.float32)
 
 
 def note_peak(peaks: Tensor, place: int, x: Tensor) -> None:

@@ -57,7 +57,7 @@ class Linear:
         if mode == "tensor" and peak is None:
             peak = float(x.abs().max()) if len(x) else 0.0
         padded = -(-rows // 16) * 16
-        out = torch.empty(len(x), padded)
+        out = torch.empty(len(x), padded, dtype=torch.float32)
         where = (self._team.handle, byref(self.packed.struct), MODES[mode], peak or 0.0, len(x))
         if self._linear(*where, x.data_ptr(), out.data_ptr(), padded):
             raise MemoryError("no memory for the activations")
@@ -65,13 +65,21 @@ class Linear:
 
     def unpack(self) -> Tensor:
         """The weights as they are packed, fp32 [out, in]."""
-        out = torch.empty(self.shape)
+        out = torch.empty(self.shape, dtype=torch.float32)
         self._unpack(byref(self.packed.struct), out.data_ptr())
         return out
 
 
 def quantize(x: Tensor, mode: str, peak: float = 0.0, library: Library | None = None) -> tuple[Tensor, Tensor]:
-    """Codes int32 [rows, columns] and scales fp32 [rows, columns / 16 or 32] of x; columns a multiple of 32."""
+    """Codes int32 [rows, columns] and scales fp32 [rows, columns / 16 or 32] of x [rows, columns].
+
+    peak: the magnitude that `tensor` and `static` scale by. Raises ParameterError for another mode, and for columns
+    that are no multiple of 32.
+    """
+    if mode not in MODES:
+        raise ParameterError("not a mode of the CPU kernels", found=mode, needed=", ".join(MODES))
+    if x.ndim != 2 or x.shape[1] % 32:
+        raise ParameterError("x does not fill whole groups", found=list(x.shape), needed="[rows, a multiple of 32]")
     library = library or _library()
     function = library.declare(
         "nk_quantize", c_int, c_long, c_long, c_long, c_float, c_void_p, c_void_p, c_void_p, c_long
@@ -79,7 +87,7 @@ def quantize(x: Tensor, mode: str, peak: float = 0.0, library: Library | None = 
     group = 16 if mode == "a8g16" else 32
     x = x.to(torch.float32).contiguous()
     codes = torch.empty(x.shape, dtype=torch.int32)
-    scales = torch.empty(len(x), x.shape[1] // group)
+    scales = torch.empty(len(x), x.shape[1] // group, dtype=torch.float32)
     where = (len(x), x.shape[1], MODES[mode], peak, x.data_ptr(), codes.data_ptr(), scales.data_ptr(), group)
     if function(*where):
         raise MemoryError("no memory for the activations")

@@ -46,7 +46,8 @@ def attention(
     """Normalize, rotate, store k and v in `layer` of the pages, attend: fp32 [rows, Hq, d].
 
     q [rows, Hq, d], k, v [rows, Hk, d]: of the batch's tokens, before rotation; cos, sin [positions, d / 2]. threads:
-    of the team; cut_for: for how many threads the work is cut (default: the team's). Raises ParameterError.
+    of the team; cut_for: for how many threads the work is cut (default: the team's). Raises ParameterError; ValueError
+    for a batch that would write where it must not.
     """
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -55,6 +56,16 @@ def attention(
             "these heads are not for the kernels", found=[list(x.shape) for x in (q, k, v)],
             needed="q [rows, Hq, d], k and v [rows, Hk, d], Hk a divisor of Hq, 16 of d",
         )  # fmt: skip
+    batch.check(
+        vocab_size=1 + max(batch.token_ids, default=0), num_blocks=pages.num_blocks, block_size=pages.block_size
+    )
+    held = pages.layer(layer).keys.shape
+    if len(batch.token_ids) != rows or (held[1], held[3]) != (kv_heads, dim):
+        raise ParameterError(
+            "the batch or the pages are not those of these heads",
+            found=f"{len(batch.token_ids)} tokens, pages for {held[1]} heads of {held[3]}",
+            needed=f"{rows} tokens, pages for {kv_heads} heads of {dim}",
+        )
     longest = max(batch.kv_lens, default=0)
     if not cos.shape == sin.shape or cos.ndim != 2 or len(cos) < longest or cos.shape[1] != dim // 2:
         raise ParameterError(

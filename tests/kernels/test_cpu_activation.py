@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
+from nanokit.errors import ParameterError
 from nanokit.kernels import activations
 from nanokit.kernels.cpu.bound import MODES
 from nanokit.kernels.cpu.library import Library
@@ -44,6 +45,15 @@ def test_codes_and_scales_have_the_contracts_bits(kernels: Library, x: np.ndarra
     """A division in another order, a rounding away from zero at ties, a denormal that one side flushes: the model
     would still answer, and no longer be what the reference says of it."""
     assert_same_bits(torch.from_numpy(x), mode, 0.0, kernels)
+
+
+def test_what_does_not_fill_groups_is_refused() -> None:
+    """Half a group at a row's end is read from the next row, or from beyond the last."""
+    for x in (torch.zeros(2, 48), torch.zeros(64)):
+        with pytest.raises(ParameterError, match="whole groups"):
+            quantize(x, "a8g32")
+    with pytest.raises(ParameterError, match="fp32"):
+        quantize(torch.zeros(2, 64), "fp32")
 
 
 @given(x=rows, peak=st.sampled_from([0.0, 1e-40, 1e-20, 0.5, 63.0, 127.0, 3e38]))

@@ -242,3 +242,20 @@ def test_heads_that_do_not_fit_are_refused(heads: int, kv_heads: int, dim: int) 
     q, k = torch.zeros(1, heads, dim), torch.zeros(1, kv_heads, dim)
     with pytest.raises(ParameterError, match="heads"):
         attention(Batch([0], [1], [1], [[0]]), PagedKV(world, 1), q, k, k, *world.rotation(1))
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_batch_or_pages_of_another_shape_are_refused(heads: int, tokens: int) -> None:
+    """C goes by the rows of q and by the heads of k: more rows than positions, or fewer heads in the pages, and it
+    writes beyond them."""
+    world = World(4, heads, 16, "fp32", 0)
+    q, k = torch.zeros(2, 4, 16), torch.zeros(2, 2, 16)
+    batch, pages = Batch([0] * tokens, [tokens], [tokens], [[0]]), PagedKV(world, 1)
+    if (heads, tokens) == (2, 2):
+        assert attention(batch, pages, q, k, k, *world.rotation(3)).shape == q.shape
+        with pytest.raises(ValueError, match="block id"):
+            attention(Batch([0, 0], [2], [2], [[1]]), pages, q, k, k, *world.rotation(3))
+    else:
+        with pytest.raises(ParameterError, match="not those of these heads"):
+            attention(batch, pages, q, k, k, *world.rotation(3))

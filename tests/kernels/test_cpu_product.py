@@ -164,6 +164,23 @@ def test_nothing_to_do(kernels: Library) -> None:
         assert linear(torch.empty(0, 64), mode, 1.0).shape == (0, 5)
 
 
+@pytest.mark.parametrize("default", [torch.float16, torch.float64])
+def test_torchs_default_dtype_changes_nothing(kernels: Library, default: torch.dtype) -> None:
+    """Loading a checkpoint sets it to fp16 or bf16 for a while: memory that is made for C by default is then half as
+    large as what C writes."""
+    linear = Linear(random_weights("Q4_0", 40, 64), library=kernels)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    wanted = linear(x, "a16"), linear.unpack(), quantize(x, "token").dequantize()
+    torch.set_default_dtype(default)
+    try:
+        got = linear(x, "a16"), linear.unpack(), quantize(x, "token").dequantize()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(
+        ours.dtype == torch.float32 and torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True)
+    )
+
+
 @pytest.mark.parametrize(("columns", "group"), [(48, 16), (40, 8), (96, 48), (64, 8), (33, 33), (96, 64)])
 def test_columns_that_do_not_fit_are_refused_by_name(columns: int, group: int) -> None:
     """A vector load beyond a row's end reads the next row's numbers."""

@@ -67,7 +67,8 @@ def run(kernels: Library) -> Iterator[Run]:
     create = kernels.declare("team_create", c_void_p, c_int)
     destroy = kernels.declare("team_destroy", None, c_void_p)
     call = kernels.declare("team_run", None, c_void_p, ENTRY, c_void_p)
-    phase = kernels.declare("team_phase", None, c_void_p, POINTER(Cursor), c_long, c_long, WORK, c_long, WORK, c_void_p)
+    work = (c_long, c_long, WORK, c_long, WORK, SOON, c_void_p)
+    phase = kernels.declare("team_phase", None, c_void_p, POINTER(Cursor), *work)
     share = kernels.declare("team_share", c_long, c_void_p, c_long, c_long)
     teams: dict[int, int] = {}
 
