@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from nanokit import __version__
 from nanokit.errors import NanokitError, ParameterError
@@ -118,6 +119,19 @@ def _fetch(args: argparse.Namespace) -> int:
     return 0
 
 
+def _synth(args: argparse.Namespace) -> int:
+    from nanokit.model.fetch import TerminalProgress
+    from nanokit.model.synth import synthesize
+
+    path = Path(args.path or f"{args.like}-{args.type}-random.gguf".lower()).expanduser()
+    with TerminalProgress() as progress:
+        shown = progress if sys.stderr.isatty() else None
+        synthesize(args.like, args.type, path, seed=args.seed, force=args.force, progress=shown)
+    print("nanokit: the weights are random: measure speed with them; any text they write is noise", file=sys.stderr)
+    print(path)
+    return 0
+
+
 def _generate(args: argparse.Namespace) -> int:
     from nanokit.engine import console
 
@@ -158,10 +172,19 @@ def _parser() -> argparse.ArgumentParser:
     lab.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="passed on to jupyter lab")
     lab.set_defaults(command=_lab)
 
-    model = commands.add_parser("model", help="the default model").add_subparsers(metavar="ACTION", required=True)
+    model = commands.add_parser("model", help="the default model, and files of random weights").add_subparsers(
+        metavar="ACTION", required=True
+    )
     fetch = model.add_parser("fetch", help="download the default model once and print its path")
     fetch.add_argument("--verify", action="store_true", help="hash a file that is already there")
     fetch.set_defaults(command=_fetch)
+    synth = model.add_parser("synth", help="write random weights in the shapes of a model, to measure its speed here")
+    synth.add_argument("path", nargs="?", help="the file to write (default: NAME-TYPE-random.gguf, here)")
+    synth.add_argument("--like", required=True, metavar="NAME", help="such as qwen2-7b; a name unknown lists them")
+    synth.add_argument("--type", default="q4_1", help="of every matrix: q4_0, q4_1, q8_0, q4_k, … (%(default)s)")
+    synth.add_argument("--seed", type=int, default=0, help="equal seeds give equal files (%(default)s)")
+    synth.add_argument("--force", action="store_true", help="replace a file that is there already")
+    synth.set_defaults(command=_synth)
 
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", nargs="?", help="the text; - or a pipe reads it from standard input")

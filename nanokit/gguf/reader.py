@@ -23,6 +23,10 @@ from nanokit.quant.formats import FORMATS, QTensor, dequantize
 
 __all__ = ["GGUFFile", "TensorInfo"]
 
+# Linux also maps neighbours of a page that is touched, up to a huge page of them: thousands of reads would leave as
+# many such runs mapped.
+_AROUND = 1 << 21
+
 
 @dataclass(frozen=True)
 class GGUFFile:
@@ -110,8 +114,10 @@ class GGUFFile:
     def _drop(self, info: TensorInfo, start: int, stop: int) -> None:
         """Unmap the pages of bytes of a tensor; one that is touched again comes back from the file."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            first = (info.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
-            self._maps[info.file].madvise(mmap.MADV_DONTNEED, first, info.offset + stop - first)
+            mapped = self._maps[info.file]
+            first = max(0, info.offset + start - _AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
+            last = min(info.offset + stop + _AROUND, len(mapped))
+            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _label(info: TensorInfo) -> str:
