@@ -6,6 +6,7 @@ sanitizer must be there before Python is, hence LD_PRELOAD. Leaks are not looked
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,23 @@ from nanokit.kernels.cpu import build, compiler
 HERE = Path(__file__).parent
 TESTS = sorted(str(path) for path in HERE.glob("test_cpu_*.py"))
 CHECKS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
-RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")  # the last, so that exceptions of torch find their way
+THREAD_CHECKS = "-O1 -g -fsanitize=thread"
 BROKEN = """
 #include "nk.h"
 int beyond(int i) { int few[4] = {1, 2, 3, 4}; return few[i]; }
 int overflow(int i) { return 2147483647 + i; }
+"""
+RACING = """
+#include <pthread.h>
+static int shared;
+static void *add(void *many) { for (int i = 0; i < 1000; i++) shared += *(int *)many; return 0; }
+int race(int many) {
+  pthread_t other;
+  pthread_create(&other, 0, add, &many);
+  add(&many);
+  pthread_join(other, 0);
+  return shared;
+}
 """
 CALL = """
 import ctypes, sys
@@ -40,8 +53,13 @@ def cc(options: str, *words: str) -> None:
 def preload() -> dict[str, str]:
     """The environment of a Python under the address sanitizer; skips where the compiler brings none that can be
     preloaded (clang links its own in, macOS forbids it)."""
+    return preloaded("libasan.so", "libubsan.so")
+
+
+def preloaded(*runtimes: str) -> dict[str, str]:
+    """This environment with the compiler's libraries of these names loaded before all others."""
     found = []
-    for name in RUNTIMES:
+    for name in (*runtimes, "libstdc++.so"):  # the last, so that exceptions of torch find their way
         command = [*compiler.find_compiler().command, f"-print-file-name={name}"]
         path = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
         if not os.path.isabs(path) or not sys.platform.startswith("linux"):
@@ -87,6 +105,32 @@ def test_kernels_touch_only_what_is_theirs(preload, monkeypatch, variant) -> Non
     said = (done.stdout + done.stderr)[-6000:]
     assert done.returncode == 0, said
     assert " passed" in said  # and not all skipped
+
+
+def test_threads_of_a_step_do_not_race(monkeypatch, tmp_path) -> None:
+    """Whole steps under the thread sanitizer: scratch that two threads take for theirs, an input that is overwritten
+    while another thread still multiplies with it. First a race that it must see."""
+    environment = preloaded("libtsan.so") | {"NANOKIT_CPU_CFLAGS": THREAD_CHECKS}
+    fixed = ["setarch", "-R"] if shutil.which("setarch") else []  # this sanitizer knows few layouts of memory
+    if subprocess.run([*fixed, sys.executable, "-c", ""], env=environment, capture_output=True).returncode:
+        pytest.skip("the thread sanitizer does not start here")
+    (tmp_path / "racing.c").write_text(RACING)
+    library = str(tmp_path / "racing.so")
+    cc(f"{THREAD_CHECKS} -fPIC -shared", str(tmp_path / "racing.c"), "-o", library)
+    command = [*fixed, sys.executable, "-c", CALL, library, "race", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "data race" in done.stderr
+    assert done.returncode != 0
+    variant = compiler.choose(compiler.find_compiler())
+    monkeypatch.setenv("NANOKIT_CPU_CFLAGS", THREAD_CHECKS)
+    build.build(compiler.find_compiler(), variant)
+    plugins = ["-p", "sanitized", "-p", "no:cacheprovider", "-k", "same_bits or two_models or argmax"]
+    command = [*fixed, sys.executable, "-m", "pytest", "-q", "-x", *plugins, str(HERE / "test_cpu_model.py")]
+    environment["NANOKIT_CPU_KERNELS"] = variant.name
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parents[1])
+    said = (done.stdout + done.stderr)[-6000:]
+    assert done.returncode == 0, said
+    assert " passed" in said
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
