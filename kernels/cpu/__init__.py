@@ -6,9 +6,9 @@ formats of GGUF), a shape that does not fill the vector lanes, or layers that ar
 
 from typing import TYPE_CHECKING
 
+from nanokit.kernels.cpu import library
 from nanokit.kernels.cpu.bound import Bound
 from nanokit.kernels.cpu.compiler import NoKernelsError, find_compiler, requested
-from nanokit.kernels.cpu.library import library
 from nanokit.kernels.cpu.pack import LANES, fits_four_bits
 from nanokit.quant.formats import FORMATS
 
@@ -26,7 +26,7 @@ def bind(config: "ModelConfig", weights: "Weights", resident: bool = True, *, ac
     a number.
     """
     check(config, weights, resident)
-    return Bound(config, weights, activations, library())
+    return Bound(config, weights, activations, library.library())
 
 
 def check(config: "ModelConfig", weights: "Weights", resident: bool = True) -> None:
