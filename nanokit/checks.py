@@ -266,7 +266,7 @@ def disk() -> Verdict:
 
 
 def memory() -> Verdict:
-    """Free memory against the default model's weights in fp32, as they are after loading."""
+    """Free memory against the default model's weights in fp32: what they take where no compiler makes the C kernels."""
     free, need = free_memory(), 4 * DEFAULT_MODEL.parameters
     found = f"{human(free)} free; the default model's weights take {human(need)} in fp32"
     if free < 2 * need:  # KV pages, Python and torch come on top

@@ -16,13 +16,21 @@ def remarks(samples: Mapping[str, Sequence[float]]) -> list[str]:
     extremes when there are fewer than ten samples."""
     found = []
     for name, values in samples.items():
-        if len(values) < 2:
-            continue
-        tenths = statistics.quantiles(values, n=10) if len(values) >= FEW else [min(values), max(values)]
-        low, high = tenths[0], tenths[-1]
+        low, high = _range(values)
         if high > LIMIT * low > 0:
             found.append(
                 f"{name} varies {high / low:.1f}-fold ({low:.3g} to {high:.3g}): something else was using this "
                 "machine; do not quote its times"
             )
     return found
+
+
+def disturbance(*series: Sequence[float]) -> float:
+    """How many-fold the least steady of the series varies, and 1 where none of them would be remarked."""
+    folds = [high / low for low, high in map(_range, series) if low > 0]
+    return max((fold for fold in folds if fold > LIMIT), default=1.0)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    tenths = statistics.quantiles(values, n=10) if len(values) >= FEW else [min(values), max(values)]
+    return tenths[0], tenths[-1]

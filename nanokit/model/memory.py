@@ -69,6 +69,6 @@ def check_budget(weight_bytes: int, kv_bytes: int, what: str, kv_advice: str, fr
     raise MemoryBudgetError(
         f"{what} does not fit into memory",
         found=f"{human(free)} free",
-        needed=f"{human(weight_bytes)} for weights in fp32 + {human(kv_bytes)} for KV pages",
+        needed=f"{human(weight_bytes)} for weights + {human(kv_bytes)} for KV pages",
         do=advice,
     )

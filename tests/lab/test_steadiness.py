@@ -2,7 +2,7 @@
 
 from nanokit.lab.experiments.tour import TourParams, TourResult
 from nanokit.lab.plots import tour
-from nanokit.lab.steadiness import remarks
+from nanokit.lab.steadiness import disturbance, remarks
 
 QUIET = [40.0 + i % 5 for i in range(50)]
 
@@ -22,6 +22,11 @@ def test_few_samples_are_judged_by_their_extremes() -> None:
     assert remarks({"prefill_tok_per_s": [850.0, 911.0, 880.0]}) == []
     assert len(remarks({"prefill_tok_per_s": [54.0, 860.0, 850.0]})) == 1
     assert remarks({"prefill_tok_per_s": [1.0]}) == []
+
+
+def test_the_disturbance_is_that_of_the_least_steady_series() -> None:
+    assert disturbance(QUIET, [54.0, 162.0]) == 3
+    assert disturbance(QUIET, [30.0, 31.0]) == 1
 
 
 def test_the_figure_of_a_disturbed_run_says_so() -> None:

@@ -66,7 +66,7 @@ def test_a_budget_that_fits_exactly_passes_and_one_byte_more_is_refused() -> Non
     assert str(caught.value).splitlines() == [
         "m.gguf does not fit into memory",
         "  found: 1000 B free",
-        "  needed: 600 B for weights in fp32 + 401 B for KV pages",
+        "  needed: 600 B for weights + 401 B for KV pages",
         "  do: lower ctx",
     ]
 

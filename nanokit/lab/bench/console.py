@@ -47,8 +47,8 @@ def main(kind: str, arguments: Sequence[str]) -> int:
         _use_threads(asked.threads)
     started, begun = datetime.now(UTC), time.perf_counter()
     where = provenance()
-    with_json = import_module(f"nanokit.lab.bench.{module}")
-    result: BenchResult = getattr(with_json, function)(asked.params, progress=_progress())
+    benchmark = getattr(import_module(f"nanokit.lab.bench.{module}"), function)
+    result: BenchResult = benchmark(asked.params, progress=_progress())
     made = schema.document(result, where, started, time.perf_counter() - begun)
     _print(result, made, sys.stderr if asked.json == "-" else sys.stdout)
     if asked.json == "-":

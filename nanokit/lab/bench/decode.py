@@ -16,14 +16,14 @@ from nanokit.engine.load import LoadedEngine
 from nanokit.engine.sampling import Sampling
 from nanokit.errors import ParameterError
 from nanokit.lab.bench.common import Bench, BenchResult, PeerParams, prepared, settings
-from nanokit.lab.bench.limit import reader, share_of_limit
+from nanokit.lab.bench.limit import doubts, reader, share_of_limit
 from nanokit.lab.bench.neighbours import neighbours
 from nanokit.lab.bench.peers import Rival, against_peers, decode_visit
 from nanokit.lab.bench.timing import Samples, Visit, in_turns
 from nanokit.lab.bench.workload import GREEDY, Session, context_for, prompt_ids, start_of
 from nanokit.lab.params import experiment_params, knob
 from nanokit.lab.progress import Progress
-from nanokit.lab.steadiness import remarks
+from nanokit.lab.steadiness import disturbance, remarks
 
 
 @experiment_params
@@ -62,8 +62,8 @@ def decode(
 ) -> DecodeResult:
     """Time decoding. engine: instead of the one that p names (then only its timing parameters and peers count).
 
-    Raises BenchError when decoding looks faster than memory allows or a peer is not there, StoppedError when
-    cancelled, BusyError while something else is measured, and what `nanokit.load` raises.
+    Raises BenchError when decoding looks faster than memory allows (see `limit`) or a peer is not there, StoppedError
+    when cancelled, BusyError while something else is measured, and what `nanokit.load` raises.
     """
     longest = context_for(max(p.ctx), 2 * p.steps)
     with prepared("decode", p, engine, ctx=longest, peer=tuple(p.peer), progress=progress, cancel=cancel) as bench:
@@ -71,7 +71,8 @@ def decode(
         metrics = figures(p, turns.samples, bench.engine.model.bytes_per_token)
         held = dict(settings(bench))
     quiet = {name: values for name, values in turns.samples.items() if not name.startswith("disturbed")}
-    return DecodeResult(p, metrics, turns.samples, held, remarks=[*turns.remarks, *remarks(quiet)])
+    notes = [*turns.remarks, *remarks(quiet), *doubts(metrics["share_of_limit"], metrics["c_step_share_of_limit"])]
+    return DecodeResult(p, metrics, turns.samples, held, remarks=notes)
 
 
 def _visits(bench: Bench, p: DecodeParams) -> dict[str, Visit]:
@@ -144,10 +145,11 @@ def _beside(engine: LoadedEngine, rival: Rival, p: DecodeParams, ctx: int) -> Vi
 
 
 def figures(p: DecodeParams, samples: Samples, token_bytes: int) -> dict[str, float]:
-    """The metrics of the samples; see `schema` for their names. Raises BenchError for a share above 1."""
+    """The metrics of the samples; see `schema` for their names. Raises BenchError as `share_of_limit` does."""
     median = {name: statistics.median(values) for name, values in samples.items()}
     first = p.ctx[0]
     step, alone, stream = median[f"step_ms_at_{first}"], median[f"c_step_ms_at_{first}"], median["stream_gb_s"]
+    fold = disturbance(*(samples[name] for name in (f"step_ms_at_{first}", f"c_step_ms_at_{first}", "stream_gb_s")))
     metrics: dict[str, float] = {
         "tok_per_s": 1e3 / step,
         "ms_per_token": step,
@@ -155,8 +157,10 @@ def figures(p: DecodeParams, samples: Samples, token_bytes: int) -> dict[str, fl
         "c_step_share": alone / step,
         "bytes_per_token": token_bytes,
         "stream_gb_s": stream,
-        "share_of_limit": share_of_limit(1e3 / step, token_bytes, stream),
-        "c_step_share_of_limit": share_of_limit(1e3 / alone, token_bytes, stream, "the forward alone"),
+        "share_of_limit": share_of_limit(1e3 / step, token_bytes, stream, disturbance=fold),
+        "c_step_share_of_limit": share_of_limit(
+            1e3 / alone, token_bytes, stream, "the forward alone", disturbance=fold
+        ),
     }
     for ctx in p.ctx:
         metrics[f"tok_per_s_at_{ctx}"] = 1e3 / median[f"step_ms_at_{ctx}"]

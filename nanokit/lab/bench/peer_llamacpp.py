@@ -103,10 +103,11 @@ def _try(file: Path) -> None:
     """Raise BenchError when llama.cpp does not survive a prompt of this file."""
     done = subprocess.run([sys.executable, "-c", TRIAL, str(file)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        died = f"it died of signal {-done.returncode}" if done.returncode < 0 else done.stderr.strip().splitlines()[-1:]
+        said = done.stderr.strip().splitlines() or ["no message"]
+        died = f"it died of signal {-done.returncode}" if done.returncode < 0 else said[-1]
         raise BenchError(
             "llama.cpp does not run on this machine",
-            found=died or "no message",
+            found=died,
             needed="a build of llama-cpp-python that fits the machine and reads the file",
             do="build it without the matrix unit: set CFLAGS and CXXFLAGS to "
             "'-mno-amx-tile -mno-amx-int8 -mno-amx-bf16', and install with --no-cache-dir",

@@ -16,7 +16,7 @@ Names. A unit is the end or the middle of a name; `_at_<n>` is a context or prom
 sequences, `_of_<n>` a number of rows; without one of these the figure belongs to the first setting that was asked for.
 Times are medians of the series of the same name, speeds and ratios are made of medians.
 
-    all           tok_per_s
+    all but verify-cost: tok_per_s
     decode        ms_per_token, c_step_ms (forward and head alone), c_step_share (of the step), bytes_per_token,
                   stream_gb_s, share_of_limit, c_step_share_of_limit, ratio_to_first_at_<ctx> (speed),
                   sampled_vs_greedy (speed), neighbour_ratio (speed, of medians), neighbour_mean_ratio (of means),

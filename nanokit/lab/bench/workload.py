@@ -83,15 +83,27 @@ class Session:
 
     @contextmanager
     def filled(self, steps: int) -> Iterator[None]:
-        """Fill the contexts (see `start_of`) and warm up; give the blocks back at the end, whatever happens."""
+        """Fill the contexts (see `start_of`) and warm up; give the blocks back at the end, whatever happens.
+
+        Raises ParameterError when filling takes so many steps that the first sequences would end before the last
+        ones are timed: fewer would decode than the label says.
+        """
         start = start_of(self.ctx, steps)
         sampling = replace(GREEDY, max_tokens=steps + WARM + ROOM)
         try:
             for index in range(self.sequences):
                 self.requests += (self.engine.add(prompt_ids(self.engine, start, index), sampling),)
-            pending = set(self.requests)
+            pending, drift = set(self.requests), 0  # drift: tokens that the first sequence is ahead of the last
             while pending:  # the step that ends a prompt also draws its first token
+                drift += len(pending) < self.sequences
                 pending -= {chunk.request_id for chunk in self.engine.step()}
+            if drift >= ROOM:
+                raise ParameterError(
+                    "the sequences cannot be brought to one context length",
+                    found=f"{self.sequences} prompts of {start} tokens take {drift} steps more than the first",
+                    needed=f"fewer than {ROOM}",
+                    do="ask for fewer sequences or a shorter context, or load with a larger token_budget",
+                )
             for _ in range(WARM):
                 self.engine.step()
             yield

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from nanokit.engine.load import LoadedEngine
 from nanokit.kernels.activations import MODES
 from nanokit.kv.pages import DTYPES
-from nanokit.lab.bench.limit import reader
+from nanokit.lab.bench.limit import doubts, reader
 from nanokit.lab.bench.prefill import PrefillParams, prefill
 from nanokit.lab.bench.timing import Rounds, Samples, Visit, in_turns
 from nanokit.lab.bench.verify_cost import VerifyCostParams, verify_cost
@@ -168,9 +168,8 @@ def roofline(
         samples |= _sweep(p, cancel)
     samples |= prefilled.samples | verified.samples | {"ceiling_gop_per_s": ceiling}
     metrics = figures(p, engine, samples)
-    notes += [*prefilled.remarks, *verified.remarks, *remarks({"step_ms": samples["step_ms"]})]
-    if metrics["share_of_limit"] > 1:
-        notes.append("decoding looks faster than memory allows: the two were not measured on equal terms; run again")
+    decoding = {name: samples[name] for name in ("step_ms", "stream_gb_s")}
+    notes += [*prefilled.remarks, *verified.remarks, *remarks(decoding), *doubts(metrics["share_of_limit"])]
     settings = {
         "model": engine.model.name,
         "activations": engine.model.activations,

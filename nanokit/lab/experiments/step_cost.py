@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nanokit.kernels.activations import MODES
 from nanokit.kv.pages import DTYPES
-from nanokit.lab.bench.limit import reader
+from nanokit.lab.bench.limit import doubts, reader
 from nanokit.lab.bench.timing import Rounds, Samples, in_turns, milliseconds
 from nanokit.lab.bench.verify_cost import Context
 from nanokit.lab.engines import engine_for
@@ -79,4 +79,5 @@ def step_cost(p: StepParams, *, progress: Progress | None = None, cancel: thread
         "stream_gb_s": size / median["stream_ms"] / 1e6,
     }
     settings = {"model": engine.model.name, "compiled": engine.model.compiled}
-    return StepResult(p, metrics, turns.samples, settings, remarks=[*turns.remarks, *remarks(turns.samples)])
+    notes = [*turns.remarks, *remarks(turns.samples), *doubts(metrics["one_row_share"])]
+    return StepResult(p, metrics, turns.samples, settings, remarks=notes)

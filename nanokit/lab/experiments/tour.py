@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from nanokit.engine.load import LoadedEngine
 from nanokit.engine.sampling import Sampling
+from nanokit.lab.bench.limit import doubts, reader
 from nanokit.lab.engines import engine_for
 from nanokit.lab.lock import measuring
 from nanokit.lab.params import Params, experiment_params, knob
@@ -76,8 +77,7 @@ def tour(p: TourParams, *, progress: Progress | None = None, cancel: threading.E
     if len(samples["prefill_tok_per_s"]) < p.repeats:
         notes.append(f"{len(samples['prefill_tok_per_s'])} of {p.repeats} repeats: the preset's time was over")
     metrics = _metrics(samples, model.bytes_per_token, footprint.per_token_dense)
-    if metrics["decode_limit_share"] > 1:
-        notes.append("decoding looks faster than memory allows: the two were not measured on equal terms; run again")
+    notes += doubts(metrics["decode_limit_share"])
     metrics |= {"answer_tokens": answer.generated_tokens, "answer_ttft_ms": answer.timings.ttft_ms or 0.0}
     settings = {
         "model": model.name,
@@ -97,6 +97,7 @@ def _time(
     prefill: list[float] = []
     decode: list[float] = []
     stream: list[float] = []
+    read = reader(engine)
     started = time.perf_counter()
     _time_once(engine, p, -1, tokens=4)  # warm-up: first touches of weights and pages are not what a token costs
     for repeat in range(p.repeats):
@@ -106,7 +107,7 @@ def _time(
         speed, gaps = _time_once(engine, p, repeat)
         prefill.append(speed)
         decode += gaps
-        stream += [engine.model.bytes_per_token / engine.model.stream() / 1e9 for _ in range(3)]
+        stream += [read() for _ in range(3)]
         progress.step()
     return {"prefill_tok_per_s": prefill, "decode_ms_per_token": decode, "stream_gb_s": stream}
 

@@ -37,7 +37,7 @@ def roofline(result: "RooflineResult") -> go.Figure:
     p, m = result.params.to_dict(), result.metrics
     stream, ceiling = m["stream_gb_s"], m["ceiling_gop_per_s"]
     finding = (
-        f"One row runs at {m['share_of_limit']:.0%} of memory's roof;<br>"
+        f"Decoding runs at {m['share_of_limit']:.0%} of memory's roof;<br>"
         f"a prompt of {p['prompt_tokens']} tokens at {m['prefill_arithmetic_share']:.0%} of arithmetic's"
     )
     fig = figure(
@@ -54,8 +54,9 @@ def roofline(result: "RooflineResult") -> go.Figure:
     fig.add_scatter(
         x=[x for x, _ in ends], y=[y for _, y in ends], mode="lines", line=roof, name="roofs", hoverinfo="skip"
     )
+    decode = 2 * m["weights_per_token"] / m["ms_per_token"] / 1e6  # the tokens that stand in the title
     groups: dict[str, tuple[str, dict[int, tuple[float, float]]]] = {
-        "one row": (ORANGE, {1: several[1]}),
+        "decode": (ORANGE, {1: (per_row, decode)}),
         "several rows": (GREEN, {rows: point for rows, point in several.items() if rows > 1}),
         "prefill": (BLUE, {tokens: (prompt, m["prefill_gop_per_s"])}),
     }
