@@ -16,7 +16,7 @@ from nanokit.errors import ParameterError
 from nanokit.kernels.cpu import build, compiler, library, structs
 
 C = build.SOURCES
-HEADERS = ("nk.h", "team.h", "vec.h")
+HEADERS = sorted(path.name for path in C.glob("*.h"))
 LOAD = """
 import sys
 from pathlib import Path
