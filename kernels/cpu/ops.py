@@ -19,7 +19,8 @@ from nanokit.quant.qtensor import QTensor
 
 
 class Linear:
-    """A packed matrix and its product. weights: [out, in]; bias: fp32 [out]; planes: 8-bit codes as nibble planes.
+    """A packed matrix and its product. weights: [out, in]; bias: fp32 [out]; planes: 8-bit codes as nibble planes;
+    arena: where it is packed, behind what was packed there before.
 
     Raises ModelFileError when the shape does not suit the kernels.
     """
@@ -30,12 +31,13 @@ class Linear:
         bias: np.ndarray | None = None,
         *,
         planes: bool = False,
+        arena: Arena | None = None,
         threads: int | None = None,
         library: Library | None = None,
     ) -> None:
         self._library = library or _library()
         self._team = team(self._library, threads)
-        self.packed: Packed = pack("the matrix", weights, Arena(), bias, planes=planes)
+        self.packed: Packed = pack("the matrix", weights, arena or Arena(), bias, planes=planes)
         self.shape = weights.shape
         matrix = POINTER(structs.Matrix)
         self._linear = self._library.declare(

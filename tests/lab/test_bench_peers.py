@@ -11,6 +11,7 @@ from tiny import save_tiny, tiny_model
 
 from nanokit.engine.load import load
 from nanokit.engine.sampling import Sampling
+from nanokit.errors import ParameterError
 from nanokit.gguf.reader import GGUFFile
 from nanokit.lab import lock
 from nanokit.lab.bench import common, peer_llamacpp, peers, prefill, requantize
@@ -68,6 +69,14 @@ def test_peers_take_turns_with_us_in_one_run(tiny: Path) -> None:
     assert result.metrics["vs_transformers"] > 0
     p = prefill.PrefillParams(model=str(tiny), preset="smoke", peer=["transformers"])
     assert prefill.prefill(p, engine=engine).metrics["vs_transformers"] > 0
+
+
+def test_peers_run_the_engines_own_file(tiny: Path, monkeypatch) -> None:
+    """An engine handed in without the name of its file was compared with peers on the default model."""
+    monkeypatch.setattr(common, "_default_model", lambda: "/models/default.gguf")
+    engine = load(tiny, ctx=256, prefix_cache=False, activations="fp32")
+    with pytest.raises(ParameterError, match="another file"):
+        decode(DecodeParams(preset="smoke", peer=["transformers"]), engine=engine)
 
 
 def test_llama_cpp_that_dies_of_a_signal_is_an_error(tmp_path: Path, monkeypatch) -> None:

@@ -69,7 +69,7 @@ def test_a_busy_machine_gets_fewer_repeats_and_a_remark(tiny: str, monkeypatch: 
     monkeypatch.setattr(module, "TIMING_S", {"smoke": 0.0})
     result = tour(TourParams(model=tiny, preset="smoke", repeats=9))
     assert len(result.samples["prefill_tok_per_s"]) == 2
-    assert "2 of 9 repeats: the preset's time was over" in result.remarks
+    assert "2 of 9 repeats: the time of the preset was over" in result.remarks
 
 
 def test_a_limit_that_is_beaten_is_remarked(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

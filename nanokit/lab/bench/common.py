@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from nanokit.engine.load import LoadedEngine
+from nanokit.errors import ParameterError
 from nanokit.kernels.cpu.team import thread_count
 from nanokit.lab.bench.peers import PEERS, Rival, check_installed, open_rivals
 from nanokit.lab.bench.timing import PAUSE_S, Rounds, spread
@@ -97,8 +98,8 @@ def prepared(
 ) -> Iterator[Bench]:
     """Take the measurement lock, load what is not handed in, and give peers back at the end.
 
-    ctx: the longest context that will be reached. Raises BusyError, BenchError for a peer that is not there, and what
-    `nanokit.load` raises.
+    ctx: the longest context that will be reached. Raises BusyError, BenchError for a peer that is not there,
+    ParameterError for an engine that does not suit, and what `nanokit.load` raises.
     """
     check_installed(peer)
     progress = progress or Silent()
@@ -107,6 +108,12 @@ def prepared(
         source = p.model or (_default_model() if engine is None or peer else "")
         if engine is None:
             engine = load_for(source, ctx=ctx, max_seqs=max_seqs, activations=p.activations, kv_format=p.kv_format)
+        elif peer and Path(source).name != engine.model.name:
+            raise ParameterError(
+                "peers would run another file than nanokit",
+                found=f"{Path(source).name} beside an engine of {engine.model.name}",
+                do="name the engine's file in `model`",
+            )
         check_engine(engine, ctx=ctx, max_seqs=max_seqs)
         rivals = open_rivals(peer, Path(source).expanduser(), engine, threads_used(engine), ctx) if peer else []
         for rival in rivals:

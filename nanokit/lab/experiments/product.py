@@ -18,6 +18,7 @@ from nanokit.kernels import activations
 from nanokit.kernels.cpu import NoKernelsError
 from nanokit.kernels.cpu.library import library
 from nanokit.kernels.cpu.ops import Linear
+from nanokit.kernels.cpu.pack import Arena
 from nanokit.lab.bench.timing import Rounds, Samples, in_turns, milliseconds
 from nanokit.lab.experiments.reading import reader_of
 from nanokit.lab.lock import measuring
@@ -137,10 +138,11 @@ def _matrices(
         plain = [TorchLinear(weights)]
         plain += [TorchLinear(weights) for _ in range(_copies(p, plain[0].nbytes) - 1)]
         return plain, lambda: [each.read() for each in plain], sum(each.nbytes for each in plain)
-    packed = [Linear(weights)]
+    arena = Arena()
+    packed = [Linear(weights, arena=arena)]
     for _ in range(_copies(p, packed[0].packed.nbytes) - 1):
         stop_if(cancel)
-        packed.append(Linear(weights))
+        packed.append(Linear(weights, arena=arena))
     read = reader_of([array for each in packed for array in each.packed.arrays])
     return packed, read, sum(each.packed.nbytes for each in packed)
 

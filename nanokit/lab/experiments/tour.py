@@ -10,22 +10,24 @@ import math
 import random
 import statistics
 import threading
-import time
 from dataclasses import dataclass
+from itertools import count
 
 from nanokit.engine.load import LoadedEngine
 from nanokit.engine.sampling import Sampling
 from nanokit.lab.bench.limit import doubts, reader
+from nanokit.lab.bench.timing import Rounds, Samples, Turns
 from nanokit.lab.engines import engine_for
 from nanokit.lab.lock import measuring
 from nanokit.lab.params import Params, experiment_params, knob
-from nanokit.lab.progress import Progress, Silent, stop_if
+from nanokit.lab.progress import Progress, Silent
 from nanokit.lab.result import Result
 from nanokit.lab.steadiness import remarks
 
 # Seconds after which no further repeat is begun: a busy machine gets fewer repeats, not a longer wait.
 TIMING_S = {"smoke": 6.0, "quick": 35.0, "full": math.inf}
 DECODED = 24  # tokens timed after each prompt: enough for a median, few enough to stay in the context
+READINGS = 3  # of the weights, after each prompt
 
 
 @experiment_params
@@ -63,7 +65,7 @@ def tour(p: TourParams, *, progress: Progress | None = None, cancel: threading.E
     """
     progress = progress or Silent()
     with measuring("the tour"):
-        progress.start(p.repeats + 2, "loading the model")
+        progress.start(2, "loading the model")
         engine = engine_for(p.model)
         model, footprint = engine.model, engine.model.footprint
         progress.step("answering")
@@ -71,11 +73,9 @@ def tour(p: TourParams, *, progress: Progress | None = None, cancel: threading.E
             [{"role": "user", "content": p.question}],
             Sampling(max_tokens=p.max_tokens, temperature=p.temperature, seed=p.seed),
         )
-        progress.step("timing")
-        samples = _time(engine, p, progress, cancel)
-    notes = remarks(samples)
-    if len(samples["prefill_tok_per_s"]) < p.repeats:
-        notes.append(f"{len(samples['prefill_tok_per_s'])} of {p.repeats} repeats: the preset's time was over")
+        turns = _time(engine, p, progress, cancel)
+    samples = turns.samples
+    notes = [*remarks(samples), *turns.remarks]
     metrics = _metrics(samples, model.bytes_per_token, footprint.per_token_dense)
     notes += doubts(metrics["decode_limit_share"])
     metrics |= {"answer_tokens": answer.generated_tokens, "answer_ttft_ms": answer.timings.ttft_ms or 0.0}
@@ -90,26 +90,20 @@ def tour(p: TourParams, *, progress: Progress | None = None, cancel: threading.E
     return TourResult(p, metrics, samples, settings, texts, notes)
 
 
-def _time(
-    engine: LoadedEngine, p: TourParams, progress: Progress, cancel: threading.Event | None
-) -> dict[str, list[float]]:
-    """The samples of all repeats; no more of them are begun, after the second, once `TIMING_S` has passed."""
-    prefill: list[float] = []
-    decode: list[float] = []
-    stream: list[float] = []
-    read = reader(engine)
-    started = time.perf_counter()
+def _time(engine: LoadedEngine, p: TourParams, progress: Progress, cancel: threading.Event | None) -> Turns:
+    """Prefill, decode and streaming of every repeat; no more of them are begun once `TIMING_S` has passed."""
+    read, repeats = reader(engine), count()
+
+    def repeat() -> Samples:
+        speed, gaps = _time_once(engine, p, next(repeats))
+        return {
+            "prefill_tok_per_s": [speed],
+            "decode_ms_per_token": gaps,
+            "stream_gb_s": [read() for _ in range(READINGS)],
+        }
+
     _time_once(engine, p, -1, tokens=4)  # warm-up: first touches of weights and pages are not what a token costs
-    for repeat in range(p.repeats):
-        stop_if(cancel)
-        if repeat >= 2 and time.perf_counter() - started > TIMING_S[p.preset]:
-            break
-        speed, gaps = _time_once(engine, p, repeat)
-        prefill.append(speed)
-        decode += gaps
-        stream += [read() for _ in range(3)]
-        progress.step()
-    return {"prefill_tok_per_s": prefill, "decode_ms_per_token": decode, "stream_gb_s": stream}
+    return Rounds(p.repeats, TIMING_S[p.preset], progress=progress, cancel=cancel).run({"timing": repeat})
 
 
 def _time_once(engine: LoadedEngine, p: TourParams, repeat: int, tokens: int = DECODED) -> tuple[float, list[float]]:
