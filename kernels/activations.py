@@ -136,5 +136,5 @@ def not_calibrated() -> ParameterError:
         "static activations have not been calibrated",
         found="no peaks",
         needed="the largest magnitude at each place, from a text",
-        do="note them with run(plan, peaks) and logits(hidden, peaks=peaks), then call calibrate(peaks)",
+        do="note them with run(plan, peaks), that of the hidden states last, then call calibrate(peaks)",
     )

@@ -196,13 +196,13 @@ class Bound:
         return rms_norm(hidden, self._final_norm, eps)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, ids: Tensor | None = None, peaks: Tensor | None = None) -> Tensor:
-        """Logits of all ids [rows, vocab_size], or of the given ids [rows, len(ids)], fp32. hidden: as `run` gives it.
-        peaks: as in `run`."""
+    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Logits of all ids [rows, vocab_size], or of the given ids [rows, len(ids)], fp32. hidden: as `run` gives
+        it."""
         weight, bias = self._head_weight
         if ids is not None:
             weight, bias = weight[ids], None if bias is None else bias[ids]
-        return linear(self._seen(hidden.float(), 4 * len(self._layers), peaks), weight, bias)
+        return linear(self._seen(hidden.float(), 4 * len(self._layers), None), weight, bias)
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """The id of the largest logit, int64 [rows]; among equals the lowest id; -1 where one is not finite."""

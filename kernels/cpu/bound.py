@@ -2,13 +2,16 @@
 
 `bind` refuses what the kernels cannot take before it packs anything; from then on nothing is checked twice. What C
 reads (structures, page addresses, rope tables) is kept alive here, since ctypes keeps addresses only. A bound model
-computes one step at a time: its workspace is scratch, and the team's calls queue up anyway.
+computes one step at a time, under its own lock: its workspace is scratch, which a call plans and may move before the
+team's queue is reached, and ctypes lets other threads run meanwhile.
 """
 
 import ctypes
 import math
+import threading
 import time
 from array import array
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_int, c_int64, c_long, c_uint64, c_void_p
 from dataclasses import dataclass
 from itertools import chain
@@ -84,7 +87,10 @@ class Bound:
         )  # fmt: skip
         self._rope = Rope(config.rope.inverse_frequencies(config.head_dim))
         self._workspace = self._c.create()
-        self._pages: tuple[Any, ...] | None = None
+        self._lock = threading.Lock()
+        if self._workspace is None:
+            raise MemoryError("no memory for a workspace")
+        self._tables: PageTables | None = None
         self.peaks: Tensor | None = None
 
     def calibrate(self, peaks: Tensor) -> None:
@@ -143,13 +149,14 @@ class Bound:
         for part in (parts := (batch.token_ids, positions, first_row, first_block, kv_lens, blocks)):
             addresses.append(at)
             at += 8 * len(part)
+        tables = self._tables_of(pages)
         words = array("q", list(chain.from_iterable(parts)))
         start = words.buffer_info()[0]
         step = structs.Step(
             len(positions), len(kv_lens), *[start + offset for offset in addresses], *rope.addresses,
-            *self._addresses(pages),
+            *tables.step,
         )  # fmt: skip
-        return Plan(step, len(positions), (words, rope, self._pages))
+        return Plan(step, len(positions), (words, rope, tables))
 
     def run(self, plan: Plan, peaks: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, fp32 [rows, hidden_size]; writes the step's keys and values.
@@ -157,22 +164,25 @@ class Bound:
         peaks: noted there (`activations.no_peaks`), the activations of this step being a16. Raises ParameterError for
         static activations without peaks.
         """
-        out = torch.empty(plan.rows, self._config.hidden_size)
-        self._done(self._c.forward(*self._call(peaks), byref(plan.step), out.data_ptr()))
+        out = torch.empty(plan.rows, self._config.hidden_size, dtype=torch.float32)
+        self._done(self._c.forward, *self._call(peaks), byref(plan.step), out.data_ptr())
         return out
 
-    def logits(self, hidden: Tensor, ids: Tensor | None = None, peaks: Tensor | None = None) -> Tensor:
-        """fp32 [rows, vocab_size], or [rows, len(ids)]. hidden: [rows, hidden_size]; peaks: as in `run`."""
+    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """fp32 [rows, vocab_size], or [rows, len(ids)]. hidden: [rows, hidden_size]. Raises IndexError for an id beyond
+        the vocabulary."""
         hidden = self._input(hidden)
         if ids is not None:
             ids = ids.to(torch.int64).contiguous()
-            out = torch.empty(len(hidden), len(ids))
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._config.vocab_size:
+                raise IndexError(f"an id lies outside 0…{self._config.vocab_size - 1}")
+            out = torch.empty(len(hidden), len(ids), dtype=torch.float32)
             question = (*self._call(), len(hidden), hidden.data_ptr())
-            self._done(self._c.logits_of(*question, ids.data_ptr(), len(ids), out.data_ptr()))
+            self._done(self._c.logits_of, *question, ids.data_ptr(), len(ids), out.data_ptr())
             return out
         stride = -(-self._config.vocab_size // LANES) * LANES
-        out = torch.empty(len(hidden), stride)
-        self._done(self._c.logits(*self._call(peaks), len(hidden), hidden.data_ptr(), out.data_ptr(), stride))
+        out = torch.empty(len(hidden), stride, dtype=torch.float32)
+        self._done(self._c.logits, *self._call(), len(hidden), hidden.data_ptr(), out.data_ptr(), stride)
         return out[:, : self._config.vocab_size]
 
     def argmax(self, hidden: Tensor) -> Tensor:
@@ -180,7 +190,7 @@ class Bound:
         hidden = self._input(hidden)
         rows = hidden.shape[0]
         best = torch.empty(rows, dtype=torch.int64)
-        self._done(self._c.argmax(*self._call(), rows, hidden.data_ptr(), best.data_ptr()))
+        self._done(self._c.argmax, *self._call(), rows, hidden.data_ptr(), best.data_ptr())
         return best
 
     # -- what a step reads --------------------------------------------------------------------------------------------
@@ -215,7 +225,9 @@ class Bound:
             return hidden
         return hidden.to(torch.float32).contiguous()
 
-    def _done(self, code: int) -> None:
+    def _done(self, function: Callable[..., int], *arguments: Any) -> None:
+        with self._lock:
+            code = function(*arguments)
         if code:
             raise NanokitError(
                 "the CPU kernels could not run the step",
@@ -223,13 +235,20 @@ class Bound:
                 do="lower token_budget or ctx, or free memory",
             )
 
-    def _addresses(self, pages: "Pages") -> tuple[int, ...]:
-        """KV format and where the tables of page addresses lie."""
-        if self._pages is None or self._pages[0] is not pages:
-            found = pages.addresses()
-            tables = (found.keys, found.values, found.key_scales, found.value_scales)
-            self._pages = (pages, found, (KV_FORMATS[pages.kv_format], *(table.ctypes.data for table in tables)))
-        return self._pages[2]
+    def _tables_of(self, pages: "Pages") -> "PageTables":
+        tables = self._tables
+        if tables is None or tables.pages is not pages:
+            self._tables = tables = PageTables(pages)
+        return tables
+
+
+class PageTables:
+    """Where the pages of every layer begin. step: KV format and the tables' addresses, as structs.Step has them."""
+
+    def __init__(self, pages: "Pages") -> None:
+        self.pages, self._found = pages, pages.addresses()
+        tables = (self._found.keys, self._found.values, self._found.key_scales, self._found.value_scales)
+        self.step = (KV_FORMATS[pages.kv_format], *(table.ctypes.data for table in tables))
 
 
 class Rope:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError, naming
 from nanokit.kernels import cpu, reference
-from nanokit.kernels.activations import MODES, no_peaks
+from nanokit.kernels.activations import MODES, no_peaks, note_peak
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig
 from nanokit.model.head import FullHead, HeadProduct
@@ -38,8 +38,6 @@ class BoundModel(HeadProduct, Protocol):
     def plan(self, batch: Batch, pages: Any) -> Any: ...
 
     def run(self, plan: Any, peaks: Tensor | None = None) -> Tensor: ...
-
-    def logits(self, hidden: Tensor, ids: Tensor | None = None, peaks: Tensor | None = None) -> Tensor: ...
 
     def calibrate(self, peaks: Tensor) -> None: ...
 
@@ -120,7 +118,7 @@ class Transformer:
         """Take the peaks of static activations from one forward over `batch`."""
         peaks = no_peaks(self.config.num_layers)
         hidden = self._bound.run(self._bound.plan(batch, pages), peaks)
-        self._bound.logits(hidden, peaks=peaks)
+        note_peak(peaks, 4 * self.config.num_layers, hidden)
         self._bound.calibrate(peaks)
 
     @property

@@ -221,7 +221,7 @@ def test_peaks_are_noted_where_they_belong(made: tuple[PreTrainedModel, Path]) -
     with torch.inference_mode():
         for start, end in ((0, 25), (25, 40)):
             hidden = ours.run(ours.plan(Batch(IDS[start:end], [end - start], [end], [[0]]), pages), peaks)
-            ours.logits(hidden, peaks=peaks)
+            activations.note_peak(peaks, 8, hidden)
     torch.testing.assert_close(peaks, torch.tensor([found[linear] for linear in places(model)]), rtol=1e-4, atol=0)
     ours.calibrate(peaks)
     assert ours.peaks is not None

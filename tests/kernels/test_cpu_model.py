@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError
 from nanokit.kernels import cpu, reference
-from nanokit.kernels.activations import no_peaks
+from nanokit.kernels.activations import no_peaks, note_peak
 from nanokit.kernels.cpu.bound import MODES, Bound
 from nanokit.kernels.cpu.library import Library
 from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
@@ -98,7 +98,7 @@ def calibrate(bound: Bound | reference.Bound, config: object) -> Tensor:
     peaks = no_peaks(config.num_layers)
     texts = tokens(1, 60, seed=9)
     hidden = bound.run(plan_all(bound, texts, PagedKV(config, 1)), peaks)
-    bound.logits(hidden, peaks=peaks)
+    note_peak(peaks, 4 * config.num_layers, hidden)
     bound.calibrate(0.9 * peaks)
     return peaks
 
@@ -165,7 +165,7 @@ def test_peaks_are_the_references(bind: Bind, opened: Open) -> None:
             peaks, pages = no_peaks(2), PagedKV(config, 1)
             for text in (tokens(1, 20), tokens(1, 33, seed=1)):
                 hidden = bound.run(plan_all(bound, text, pages), peaks)
-                bound.logits(hidden, peaks=peaks)
+                note_peak(peaks, 8, hidden)
             found.append(peaks)
         torch.testing.assert_close(*found, rtol=1e-3, atol=0)
 

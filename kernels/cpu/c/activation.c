@@ -1,7 +1,8 @@
 /* Rows of activations: RMS norm, the gate, and quantization to whole numbers (contract: kernels/activations.py).
  *
  * Every operation rounds once, so that codes and scales are those of the reference bit for bit; only the order of a
- * norm's sum is this file's own. A NaN or infinity in a row makes its scale NaN or infinite and so comes out at the other end.
+ * norm's sum is this file's own. A NaN or infinity in a row makes its scale NaN or infinite and so comes out at the
+ * other end.
  */
 #include "nk.h"
 

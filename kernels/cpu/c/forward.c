@@ -52,11 +52,12 @@ void nk_workspace_destroy(Workspace *w) {
   free(w);
 }
 
-/* ---- what is done by rows ------------------------------------------------------------------------------------------*/
+/* ---- what is done by rows ---------------------------------------------------------------------------------------- */
 
 /* Quantize the rows of x. MODE_TENSOR scales by the largest magnitude of the whole step, so each call looks at all of
  * it: it is there to be measured, not to be fast. */
-static void quantize_rows(const Shared *s, const float *x, long cols, const Act *act, long place, long first, long end) {
+static void quantize_rows(const Shared *s, const float *x, long cols, const Act *act, long place, long first,
+                          long end) {
   const Model *m = s->model;
   float peak = 0;
   if (m->mode == MODE_STATIC) peak = m->static_peak[place];
@@ -129,7 +130,8 @@ static void work_whole(void *context, long first, long end) {
   Whole *whole = context;
   const Shared *s = whole->walk->shared;
   (void)first, (void)end;
-  if (s->model->mode == MODE_TENSOR) quantize_rows(s, whole->x, whole->cols, whole->act, whole->place, 0, s->step->rows);
+  if (s->model->mode == MODE_TENSOR)
+    quantize_rows(s, whole->x, whole->cols, whole->act, whole->place, 0, s->step->rows);
   if (s->model->peaks) {
     float peak = peak_of(whole->x, s->step->rows * whole->cols);
     if (!(peak <= s->model->peaks[whole->place])) s->model->peaks[whole->place] = peak;
@@ -142,11 +144,11 @@ static void whole(Team *team, Walk *w, const float *x, long cols, long place, co
   if (m->mode == MODE_TENSOR || m->peaks) team_phase(team, &w->cursor, 1, 1, work_whole, 0, NULL, NULL, &context);
 }
 
-/* ---- products ------------------------------------------------------------------------------------------------------*/
+/* ---- products ---------------------------------------------------------------------------------------------------- */
 
 /* The panels first ... end - 1 of several matrices in a row. */
-static void panels(const Shared *s, const Matrix *const *matrices, float *const *outs, int count, const Act *act, int add,
-                   long first, long end) {
+static void panels(const Shared *s, const Matrix *const *matrices, float *const *outs, int count, const Act *act,
+                   int add, long first, long end) {
   for (int i = 0; i < count && first < end; i++) {
     long n = panels_of(matrices[i]), here = end < n ? end : n;
     if (first < n) product_range(matrices[i], act, s->model->mode, s->step->rows, outs[i], n * LANES, add, first, here);
@@ -197,7 +199,7 @@ static void work_down(void *context, long first, long end) {
   panels(w->shared, matrices, &w->shared->hidden, 1, &w->shared->wide_act, 1, first, end);
 }
 
-/* ---- what is fetched while a thread waits --------------------------------------------------------------------------*/
+/* ---- what is fetched while a thread waits ------------------------------------------------------------------------ */
 
 static void fetch_qkv(const Team *team, const Walk *w, const Layer *l) {
   const Matrix *matrices[] = {&l->q, &l->k, &l->v};

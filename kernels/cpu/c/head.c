@@ -22,10 +22,6 @@ static void work_quantize(void *context, long first, long end) {
   if (m->mode == MODE_STATIC) peak = m->static_peak[4 * m->layers];
   if (m->mode == MODE_TENSOR) peak = peak_of(q->hidden, q->rows * m->hidden);
   for (long r = first; r < end; r++) quantize_row(q->hidden + r * m->hidden, m->hidden, m->mode, peak, &q->act, r);
-  if (m->peaks && first == 0) {
-    float most = peak_of(q->hidden, q->rows * m->hidden);
-    if (!(most <= m->peaks[4 * m->layers])) m->peaks[4 * m->layers] = most;
-  }
 }
 
 static void work_logits(void *context, long first, long end) {

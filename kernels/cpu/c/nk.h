@@ -81,8 +81,8 @@ typedef struct {
 #define BLOCK 64 /* tokens a block, and the fixed chunk over which attention is summed up before it is merged */
 
 /* attention.c. A plan is made once a step, and used in every layer in this order:
- *   attention_write  for all rows: q and k normalized (where the model has q_norm) and rotated, k and v into their pages;
- *                    q [rows][heads * head_dim] is changed in place; k, v [rows][kv_heads * head_dim]
+ *   attention_write  for all rows: q and k normalized (where the model has q_norm) and rotated, k and v into their
+ *                    pages; q [rows][heads * head_dim] is changed in place; k, v [rows][kv_heads * head_dim]
  *   attention_task   for all tasks of the plan: what can be computed apart
  *   attention_merge  for all rows: out [rows][heads * head_dim]
  */
@@ -107,8 +107,8 @@ void attention_merge(const Attention *a, long layer, long first_row, long end_ro
 void rms_norm_row(const float *x, const float *weight, long n, double eps, float *out);
 void silu_gate_row(const float *gate, const float *up, long n, float *out);
 void quantize_row(const float *x, long cols, long mode, float peak, const Act *act, long row);
-/* of the codes for magnitudes up to peak, most being the largest code; a smaller peak than TINY counts as zero, since its
- * inverse would overflow */
+/* of the codes for magnitudes up to peak, most being the largest code; a smaller peak than TINY counts as zero, since
+ * its inverse would overflow */
 #define TINY 0x1p-100f
 INLINE float scale_for(float peak, float most) { return peak < TINY ? 0.0f : peak / most; }
 INLINE float inverse_for(float peak, float most) { return peak < TINY ? 0.0f : most / peak; }
@@ -148,7 +148,7 @@ void nk_workspace_destroy(Workspace *w);
 
 /* out [rows][hidden]: hidden states after the final norm; keys and values of the step are in its pages afterwards. */
 int nk_forward(Team *team, Workspace *w, const Model *model, const Step *step, float *out);
-/* logits [rows][stride] of hidden [rows][hidden], stride at least 16 * panels; with ids: [rows][count], of these only */
+/* logits [rows][stride] of hidden [rows][hidden], stride at least 16 * panels; of ids (below vocab): [rows][count] */
 int nk_logits(Team *team, Workspace *w, const Model *model, long rows, const float *hidden, float *logits, long stride);
 int nk_logits_of(Team *team, Workspace *w, const Model *model, long rows, const float *hidden, const int64_t *ids,
                  long count, float *logits);

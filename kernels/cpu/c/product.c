@@ -9,9 +9,9 @@
  *         acc = fma(weight minimum, activation sum, acc)            formats with minimums
  *     out = acc + offset (+ what was there)
  *
- * Tiles are one panel by up to 12 rows (decode and verification: weights are read once and everything else hides behind
- * that), or two panels by 6 rows, 4 with two planes (prefill: activations are read half as often). That is as much as 32
- * vector registers hold. All are instances of one function.
+ * Tiles are one panel by up to 12 rows, 8 with two planes (decode and verification: weights are read once and
+ * everything else hides behind that), or two panels by 6 rows, 4 with two planes (prefill: activations are read half as
+ * often). That is as much as AVX-512's registers hold. All are instances of one function.
  */
 #include "nk.h"
 
@@ -46,9 +46,10 @@ INLINE vf load_scales(const uint8_t *scales, int half) {
 INLINE long ahead(const Matrix *m) { return m->panel_bytes < 8192 ? 2 * m->panel_bytes : m->panel_bytes; }
 #define FETCH(address) __builtin_prefetch(address, 0, 2)
 
-/* NP panels by NR rows into out, which is where the first of them goes; kind, step, planes, NP and NR are constants wherever this is inlined. */
-INLINE void tile(const Matrix *m, const Act *act, long row, float *out, long stride, int add, long panel, const int kind,
-                 const int step, const int planes, const int NP, const int NR) {
+/* NP panels by NR rows into out, which is where the first of them goes; kind, step, planes, NP and NR are constants
+ * wherever this is inlined. */
+INLINE void tile(const Matrix *m, const Act *act, long row, float *out, long stride, int add, long panel,
+                 const int kind, const int step, const int planes, const int NP, const int NR) {
   const long cols = m->cols, steps = cols / step, per_scale = m->group / step, next = ahead(m), pitch = m->panel_bytes;
   const int32_t *start = (step == 32 ? act->start32 : act->start16)[m->bias] + row * steps;
   const float *a_scale = (step == 32 ? act->scale32 : act->scale16) + row * steps;
@@ -134,15 +135,15 @@ UNROLL(12)
   }
 }
 
-typedef void (*Tile)(const Matrix *m, const Act *act, long mode, long row, float *out, long stride, int add, long panel);
+typedef void (*Tile)(const Matrix *m, const Act *act, long mode, long row, float *out, long stride, int add,
+                     long panel);
 
 INLINE int step_of(const Matrix *m, long mode) { return m->group == 16 || mode == MODE_A8G16 ? 16 : 32; }
 INLINE int planes_of(long mode) { return mode == MODE_A16 ? 2 : 1; }
 
-
 #if defined(NK_AVX512)
 #define SIZES 7
-static const int tile_rows[SIZES] = {1, 2, 3, 4, 6, 8, 12};
+static const int tile_rows[2][SIZES] = {{1, 2, 3, 4, 6, 8, 12}, {1, 2, 3, 4, 5, 6, 8}}; /* by planes - 1 */
 #define WIDE_ROWS(planes) ((planes) == 2 ? 4 : 6)
 
 #define NAME(KIND, STEP, PLANES, NP, NR) tile_##KIND##_##STEP##_##PLANES##_##NP##_##NR
@@ -152,16 +153,23 @@ static const int tile_rows[SIZES] = {1, 2, 3, 4, 6, 8, 12};
     (void)mode;                                                                                                     \
     tile(m, act, row, out, stride, add, panel, KIND, STEP, PLANES, NP, NR);                                         \
   }
-#define TILES(KIND, STEP, PLANES, WIDE)                                                        \
+#define TILES(KIND, STEP, PLANES, A, B, C, WIDE)                                               \
   TILE(KIND, STEP, PLANES, 1, 1) TILE(KIND, STEP, PLANES, 1, 2) TILE(KIND, STEP, PLANES, 1, 3) \
-  TILE(KIND, STEP, PLANES, 1, 4) TILE(KIND, STEP, PLANES, 1, 6) TILE(KIND, STEP, PLANES, 1, 8) \
-  TILE(KIND, STEP, PLANES, 1, 12) TILE(KIND, STEP, PLANES, 2, WIDE)
-#define SET(KIND, STEP, PLANES, WIDE)                                                                       \
-  {NAME(KIND, STEP, PLANES, 1, 1), NAME(KIND, STEP, PLANES, 1, 2), NAME(KIND, STEP, PLANES, 1, 3),          \
-   NAME(KIND, STEP, PLANES, 1, 4), NAME(KIND, STEP, PLANES, 1, 6), NAME(KIND, STEP, PLANES, 1, 8),          \
-   NAME(KIND, STEP, PLANES, 1, 12), NAME(KIND, STEP, PLANES, 2, WIDE)}
-#define ALL_TILES(KIND) TILES(KIND, 32, 1, 6) TILES(KIND, 32, 2, 4) TILES(KIND, 16, 1, 6) TILES(KIND, 16, 2, 4)
-#define ALL_SETS(KIND) {{SET(KIND, 32, 1, 6), SET(KIND, 32, 2, 4)}, {SET(KIND, 16, 1, 6), SET(KIND, 16, 2, 4)}}
+  TILE(KIND, STEP, PLANES, 1, 4) TILE(KIND, STEP, PLANES, 1, A) TILE(KIND, STEP, PLANES, 1, B) \
+  TILE(KIND, STEP, PLANES, 1, C) TILE(KIND, STEP, PLANES, 2, WIDE)
+#define SET(KIND, STEP, PLANES, A, B, C, WIDE)                                                     \
+  {NAME(KIND, STEP, PLANES, 1, 1), NAME(KIND, STEP, PLANES, 1, 2), NAME(KIND, STEP, PLANES, 1, 3), \
+   NAME(KIND, STEP, PLANES, 1, 4), NAME(KIND, STEP, PLANES, 1, A), NAME(KIND, STEP, PLANES, 1, B), \
+   NAME(KIND, STEP, PLANES, 1, C), NAME(KIND, STEP, PLANES, 2, WIDE)}
+#define ONE_PLANE 1, 6, 8, 12, 6 /* PLANES, A, B, C, WIDE */
+#define TWO_PLANES 2, 5, 6, 8, 4
+#define EXPANDED(macro, ...) macro(__VA_ARGS__)
+#define ALL_TILES(KIND)                                                           \
+  EXPANDED(TILES, KIND, 32, ONE_PLANE) EXPANDED(TILES, KIND, 32, TWO_PLANES) \
+  EXPANDED(TILES, KIND, 16, ONE_PLANE) EXPANDED(TILES, KIND, 16, TWO_PLANES)
+#define ALL_SETS(KIND)                                                              \
+  {{EXPANDED(SET, KIND, 32, ONE_PLANE), EXPANDED(SET, KIND, 32, TWO_PLANES)}, \
+   {EXPANDED(SET, KIND, 16, ONE_PLANE), EXPANDED(SET, KIND, 16, TWO_PLANES)}}
 
 ALL_TILES(CODES4)
 ALL_TILES(TABLE4)
@@ -173,7 +181,7 @@ static const Tile tiles[4][2][2][SIZES + 1] = {ALL_SETS(CODES4), ALL_SETS(TABLE4
 #define SET_OF(m, mode) tiles[(m)->kind][step_of(m, mode) == 16][planes_of(mode) - 1]
 #else
 #define SIZES 2
-static const int tile_rows[SIZES] = {1, 4};
+static const int tile_rows[2][SIZES] = {{1, 4}, {1, 4}};
 #define WIDE_ROWS(planes) 4
 
 #define NAME(KIND, NP, NR) tile_##KIND##_##NP##_##NR
@@ -203,11 +211,12 @@ void product_fetch(const Matrix *m, long panel) {
 /* One panel, the rows first ... end - 1. */
 static void narrow(const Matrix *m, const Act *act, long mode, long first, long end, float *out, long stride, int add,
                    long panel) {
+  const int *sizes = tile_rows[planes_of(mode) - 1];
   for (long row = first; row < end;) {
     int i = SIZES - 1;
-    while (tile_rows[i] > end - row) i--;
+    while (sizes[i] > end - row) i--;
     SET_OF(m, mode)[i](m, act, mode, row, out + row * stride + panel * LANES, stride, add, panel);
-    row += tile_rows[i];
+    row += sizes[i];
   }
 }
 

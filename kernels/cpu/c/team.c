@@ -1,13 +1,14 @@
-/* See team.h. Phases are numbered through the life of a team, and `over` counts those that are finished. A counter word
- * holds the number of its phase and a count, so that nothing has to be set back: a word of an earlier phase counts zero.
- * RING phases share the words in turn, which is enough, since a thread gets to a phase when all before it are over.
- * Sleeping goes through one condition variable, which nobody touches while all are awake. */
+/* See team.h. Phases are numbered through the life of a team, and `over` counts those that are finished. A counter
+ * word holds the number of its phase and a count, so that nothing has to be set back: a word of an earlier phase counts
+ * zero. RING phases share the words in turn, which is enough, since a thread gets to a phase when all before it are
+ * over. Sleeping goes through one condition variable, which nobody touches while all are awake. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #endif
 #include "team.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -19,6 +20,7 @@ enum { RING = 4, COUNT_BITS = 24 };
 typedef struct {
   _Alignas(64) _Atomic uint64_t word;
 } Counter;
+_Static_assert(sizeof(long) == 8, "a word holds a phase's number and a count");
 
 typedef struct {
   Team *team;
@@ -157,7 +159,11 @@ void team_run(Team *team, Entry entry, void *argument) {
   me = 0;
   entry(team, argument);
   atomic_fetch_sub(&team->inside, GATE_OPEN);
-  while (atomic_load_explicit(&team->inside, memory_order_acquire)) pause_briefly();
+  for (long i = 0; atomic_load_explicit(&team->inside, memory_order_acquire); i++)
+    if (i < SPIN_IN_PHASE)
+      pause_briefly();
+    else
+      sched_yield();
   restore_float_mode(mode);
   pthread_mutex_unlock(&team->calls);
 }

@@ -6,18 +6,18 @@
  *
  *     team_phase(team, cursor, n, smallest, work, m, then, soon, context)
  *
- * hands out the items 0 ... n-1, and after them the m items of `then`, which may read what any item of `work` wrote. Each
- * thread has a share, the same one in every phase of as many items, and takes ranges from its front: half of what is
- * left, never fewer than `smallest` items. When it has none left it takes from the others' shares in the same way. So a
- * thread reads memory from one address on, and a thread that is late is helped. The phase is over for a thread when all
- * of its items are done. Few `then` items (see TEAM_SERIAL) are done by whichever thread finishes `work` last, which
- * saves a meeting.
+ * hands out the items 0 ... n-1 (fewer than 2^24), and after them the m items of `then`, which may read what any item
+ * of `work` wrote. Each thread has a share, the same one in every phase of as many items, and takes ranges from its
+ * front: half of what is left, never fewer than `smallest` items while there are as many. With none left it takes
+ * from the shares of others alike. So a thread reads memory from one address on, and one that is late is helped.
+ * The phase is over for a thread when all of its items are done. Few `then` items (see TEAM_SERIAL) are done by
+ * whichever thread finishes `work` last, which saves a meeting.
  *
  * `soon` (may be NULL) is called by every thread that has found nothing more to do, before it waits: the place to fetch
  * from memory what its share of the next phase begins with (team_share).
  *
  * A phase ends when its items are done, not when all threads have arrived: a thread that the system has put aside
- * between two phases holds nobody up. That is what keeps the speed beside busy neighbours.
+ * between two phases holds nobody up, only the end of the call. That is what keeps the speed beside busy neighbours.
  */
 #ifndef NK_TEAM_H
 #define NK_TEAM_H
