@@ -8,7 +8,7 @@ from tiny import save_tiny, tiny_model
 
 from nanokit.cli import main
 from nanokit.lab import lock
-from nanokit.lab.bench import decode, schema
+from nanokit.lab.bench import console, decode, schema
 from nanokit.lab.bench.limit import BenchError
 from nanokit.lab.bench.verify_cost import read_v
 
@@ -134,3 +134,9 @@ def test_a_foreign_file_is_no_benchmark(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(BenchError, match="is no benchmark"):
         schema.read(path)
+
+
+@pytest.mark.parametrize(("load", "said"), [(None, False), (0.4, False), (2.0, False), (3.5, True)])
+def test_a_machine_that_was_busy_before_is_remarked(load: float | None, said: bool) -> None:
+    """Neighbours that never pause spread no samples: a peer came out at a thirtieth of its speed without a word."""
+    assert bool(console._crowded({"load": load, "cores": 2})) == said

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -49,6 +49,7 @@ def main(kind: str, arguments: Sequence[str]) -> int:
     where = provenance()
     benchmark = getattr(import_module(f"nanokit.lab.bench.{module}"), function)
     result: BenchResult = benchmark(asked.params, progress=_progress())
+    result = replace(result, remarks=[*_crowded(where["machine"]), *result.remarks])
     made = schema.document(result, where, started, time.perf_counter() - begun)
     _print(result, made, sys.stderr if asked.json == "-" else sys.stdout)
     if asked.json == "-":
@@ -56,6 +57,14 @@ def main(kind: str, arguments: Sequence[str]) -> int:
     elif asked.json is not None:
         schema.write(Path(asked.json), made)
     return 0
+
+
+def _crowded(machine: Mapping[str, Any]) -> list[str]:
+    """A steady disturbance spreads no samples, so it is told by the load that was there before."""
+    load, cores = machine["load"], machine["cores"]
+    if load is None or load <= cores:
+        return []
+    return [f"a load of {load:.1f} on {cores} cores at the start: others were using them"]
 
 
 def _parse(kind: str, arguments: Sequence[str]) -> Asked:
