@@ -202,7 +202,7 @@ def start(arguments: Sequence[str], **options) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([*NANOKIT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
-LONG = ["generate", "hi", "--model", "good.gguf", "--max-tokens", "480"]
+LONG = ["generate", "hi", "--model", "good.gguf", "--max-tokens", "480", "--activations", "fp32"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX pipes")
