@@ -62,18 +62,20 @@ def kept(logits: Tensor, sampling: Sampling, selection: Selection) -> NDArray[np
         looked_at = values[ids]
         # exp((logit - max) / T): probabilities up to their normaliser
         mass = np.exp((looked_at.astype(np.float64) - looked_at[0]) / sampling.temperature)
+        reached = mass.cumsum()
         if top_k:
-            total = mass.sum()
+            total = reached[-1]
         needed = (sampling.top_p - TOP_P_SLACK) * total
-        if top_k or count == vocab_size or mass[-1] < sampling.min_p or (nucleus and mass.sum() >= needed):
+        if top_k or count == vocab_size or mass[-1] < sampling.min_p or (nucleus and reached[-1] >= needed):
             break
         count = min(count * WIDEN, vocab_size)
         ids = selection.largest(logits, count)
-    keep = (mass >= sampling.min_p) & (looked_at > -np.inf)
-    if nucleus:
-        end = int(np.searchsorted(np.cumsum(mass), needed)) + 1  # first place where the sum has reached it
-        keep[end:] = False
-    return np.sort(ids[keep])
+    end = int(reached.searchsorted(needed)) + 1 if nucleus else len(ids)  # first place where the sum has reached it
+    if sampling.min_p > 0.0 or looked_at[-1] == -np.inf:  # both fall, so that what is dropped lies at the end
+        end = min(end, int(((mass >= sampling.min_p) & (looked_at > -np.inf)).sum()))
+    ids = ids[:end]
+    ids.sort()
+    return ids
 
 
 def draw(head: Head, hidden: Tensor, rows: Sequence[Row]) -> list[int | NanokitError]:
