@@ -96,8 +96,12 @@ def compile_library(compiler: Compiler, options: Sequence[str], folder: Path) ->
             pool.submit(_run, [*compiler.command, *options, "-c", str(source), "-o", str(made)])
             for source, made in zip(sources, objects, strict=True)
         ]
-        for job in jobs:
-            job.result()
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:  # an interrupt too: what has not begun is not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     library = folder / "kernels.so"
     _run([*compiler.command, *options, "-shared", *map(str, objects), "-lm", "-o", str(library)])
     return library

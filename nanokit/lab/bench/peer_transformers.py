@@ -8,6 +8,7 @@ import inspect
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ class TransformersPeer:
     def __init__(self, file: Path, threads: int) -> None:
         from transformers import AutoModelForCausalLM
 
+        if not file.is_dir() and find_spec("accelerate") is None:
+            raise BenchError(
+                "transformers cannot read GGUF files here",
+                found="the package accelerate is missing",
+                needed="accelerate, which transformers' reader of GGUF asks for",
+                do="pip install accelerate",
+            )
         torch.set_num_threads(threads)
         where, which = (file, None) if file.is_dir() else (file.parent, file.name)
         try:
