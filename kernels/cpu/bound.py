@@ -136,24 +136,24 @@ class Bound:
         """Resolve positions, blocks and pages of a step. Sequences without new tokens take no part in it."""
         positions: list[int] = []
         blocks: list[int] = []
-        first_row, first_block, kv_lens = [0], [0], []
+        first_row, first_block, longest = [0], [0], 0
         for query_len, kv_len, table in zip(batch.query_lens, batch.kv_lens, batch.block_tables, strict=True):
             if query_len:
                 positions += range(kv_len - query_len, kv_len)
                 blocks += table[: -(-kv_len // pages.block_size)]
                 first_row.append(len(positions))
                 first_block.append(len(blocks))
-                kv_lens.append(kv_len)
-        rope = self._rope = self._rope.reaching(max(kv_lens, default=0))
+                longest = max(longest, kv_len)
+        rope = self._rope = self._rope.reaching(longest)
         at, addresses = 0, []
-        for part in (parts := (batch.token_ids, positions, first_row, first_block, kv_lens, blocks)):
+        for part in (parts := (batch.token_ids, positions, first_row, first_block, blocks)):
             addresses.append(at)
             at += 8 * len(part)
         tables = self._tables_of(pages)
         words = array("q", list(chain.from_iterable(parts)))
         start = words.buffer_info()[0]
         step = structs.Step(
-            len(positions), len(kv_lens), *[start + offset for offset in addresses], *rope.addresses,
+            len(positions), len(first_row) - 1, *[start + offset for offset in addresses], *rope.addresses,
             *tables.step,
         )  # fmt: skip
         return Plan(step, len(positions), (words, rope, tables))

@@ -99,7 +99,7 @@ def attention(
 
 
 def _words(batch: "Batch", block_size: int) -> list[np.ndarray]:
-    """tokens, positions, first_row, first_block, kv_len, blocks of nk.h's Step."""
+    """tokens, positions, first_row, first_block, blocks of nk.h's Step."""
     positions: list[int] = []
     blocks: list[int] = []
     first_row, first_block = [0], [0]
@@ -108,5 +108,5 @@ def _words(batch: "Batch", block_size: int) -> list[np.ndarray]:
         blocks += table[: -(-kv_len // block_size)]
         first_row.append(len(positions))
         first_block.append(len(blocks))
-    lists = (batch.token_ids, positions, first_row, first_block, batch.kv_lens, blocks)
+    lists = (batch.token_ids, positions, first_row, first_block, blocks)
     return [np.array(each, np.int64) for each in lists]

@@ -88,7 +88,6 @@ class Step(Structure):
         ("positions", c_void_p),
         ("first_row", c_void_p),
         ("first_block", c_void_p),
-        ("kv_len", c_void_p),
         ("blocks", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),

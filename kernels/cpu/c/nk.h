@@ -70,7 +70,6 @@ typedef struct {
   int64_t rows, sequences;
   const int64_t *tokens, *positions;       /* [rows] */
   const int64_t *first_row, *first_block;  /* [sequences + 1] into rows and into blocks */
-  const int64_t *kv_len;                   /* [sequences] tokens in context after this step */
   const int64_t *blocks;                   /* block ids of all sequences */
   const float *cos, *sin;                  /* [positions][head_dim / 2] */
   int64_t kv_format;                       /* KV_... */
