@@ -1,0 +1,1 @@
+"""The GPU backend: Triton kernels with the contract of kernels/reference.py."""

@@ -1,0 +1,91 @@
+"""Where the Triton kernels run: compiled on a GPU, or one program after the other in Triton's interpreter.
+
+A process does one of the two. `TRITON_INTERPRET` decides if it is set (1: interpreter, 0: compiled), else whether torch
+sees a GPU: kernels are made when their modules are imported, and the variable stays set for Triton's own functions,
+which are made then too. In the interpreter tensors lie in ordinary memory and every operation is numpy's, so that all
+code around the kernels, and their indexing, masks and order, run where there is no GPU. It does not show what only
+a compiler finds out (ahead.py does), nor how fast anything is.
+
+Rejected: choosing at each launch. Functions that kernels call are bound when they are made, Triton's own as well.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanokit.errors import NanokitError, ParameterError
+
+ALIGNMENT = 16  # bytes: the widest load of one thread
+
+
+class NoGpuError(NanokitError):
+    """The Triton kernels cannot run here: no Triton, no GPU, or the process was started for the other way."""
+
+
+def _interpreted() -> bool:
+    asked = os.environ.get("TRITON_INTERPRET")
+    if asked is None:
+        return not torch.cuda.is_available()
+    return asked.lower() in ("1", "true", "on", "yes", "y")  # as Triton reads it
+
+
+INTERPRETED = _interpreted()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+try:
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+except ImportError as error:
+    raise NoGpuError(
+        "the GPU kernels need Triton", found=str(error), do="pip install triton (on Linux; there is none elsewhere)"
+    ) from error
+
+if isinstance(tl.sum, InterpretedFunction) != INTERPRETED:
+    raise NoGpuError(
+        "Triton was imported before nanokit.kernels.gpu, and for the other way of running",
+        found="compiled functions" if INTERPRETED else "interpreted functions",
+        needed="interpreted ones" if INTERPRETED else "compiled ones",
+        do=f"set TRITON_INTERPRET={int(INTERPRETED)} before Python starts",
+    )
+
+_one_at_a_time = threading.Lock()  # the interpreter replaces functions of triton.language while a kernel runs
+
+
+def device() -> torch.device:
+    """Where tensors of kernels have to lie: the current GPU, or ordinary memory for the interpreter."""
+    return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
+
+
+def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages: int = 3) -> None:
+    """Run a kernel on the current stream. grid: programs, of up to three dimensions, none of them 0; args: in the
+    order of the kernel's parameters, constants included. Multiplication and addition are never fused unasked."""
+    if INTERPRETED:
+        with _one_at_a_time:
+            kernel[tuple(grid)](*args)
+    else:
+        kernel[tuple(grid)](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+
+
+def checked(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The tensor, if a kernel may trust it. shape: -1 takes any length. Raises ParameterError for another type, shape,
+    device, for gaps between elements, and for a first byte that is not on 16."""
+    fits = len(shape) == tensor.ndim and all(n in (-1, m) for n, m in zip(shape, tensor.shape, strict=True))
+    if not fits or tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.device.type != device().type:
+        raise ParameterError(
+            f"{name} does not fit the kernel",
+            found=f"{tensor.dtype} {list(tensor.shape)}, strides {list(tensor.stride())}, on {tensor.device}",
+            needed=f"{dtype} {list(shape)}, contiguous, on {device()}",
+        )
+    if tensor.data_ptr() % ALIGNMENT and tensor.numel():
+        raise ParameterError(
+            f"{name} begins at an address that wide loads cannot take",
+            found=f"{tensor.data_ptr() % ALIGNMENT} bytes beyond a multiple of {ALIGNMENT}",
+            needed=f"a multiple of {ALIGNMENT}",
+            do="copy it with clone()",
+        )
+    return tensor
