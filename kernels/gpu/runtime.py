@@ -11,7 +11,7 @@ Rejected: choosing at each launch. Functions that kernels call are bound when th
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,12 +53,18 @@ if isinstance(tl.sum, InterpretedFunction) != INTERPRETED:
         do=f"set TRITON_INTERPRET={int(INTERPRETED)} before Python starts",
     )
 
+# Set by ahead.py: called with kernel, grid, arguments and options, compiles on a machine without a GPU.
+instead_of_running: Callable[[Any, Sequence[int], Sequence[Any], dict[str, Any]], None] | None = None
+
 _one_at_a_time = threading.Lock()  # the interpreter replaces functions of triton.language while a kernel runs
 
 
 def device() -> torch.device:
-    """Where tensors of kernels have to lie: the current GPU, or ordinary memory for the interpreter."""
-    return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
+    """Where tensors of kernels have to lie: the current GPU, or ordinary memory where they are interpreted, or only
+    compiled."""
+    if INTERPRETED or instead_of_running is not None:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages: int = 3) -> None:
@@ -67,8 +73,12 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages:
     if INTERPRETED:
         with _one_at_a_time:
             kernel[tuple(grid)](*args)
+        return
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    if instead_of_running is not None:
+        instead_of_running(kernel, grid, args, options)
     else:
-        kernel[tuple(grid)](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
+        kernel[tuple(grid)](*args, **options)
 
 
 def checked(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
