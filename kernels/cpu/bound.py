@@ -7,7 +7,6 @@ team's queue is reached, and ctypes lets other threads run meanwhile.
 """
 
 import ctypes
-import math
 import threading
 import time
 from array import array
@@ -28,6 +27,7 @@ from nanokit.kernels.cpu.library import Library
 from nanokit.kernels.cpu.pack import LANES, Arena, Packed, pack_rows
 from nanokit.kernels.cpu.select import Selection
 from nanokit.kernels.cpu.team import Team, team
+from nanokit.kernels.rotation import Rotation
 from nanokit.quant.qtensor import QTensor
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 MODES = {"a16": 0, "a8g32": 1, "a8g16": 2, "token": 3, "tensor": 4, "static": 5}
 KV_FORMATS = {"fp32": 0, "fp16": 1, "int8": 2}
-ROPE_ROWS = 1024  # positions by which the rope table grows
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Bound:
             config.head_dim, config.vocab_size, MODES[activations], config.rms_eps, embedding, head,
             self._vector(weights.final_norm), ctypes.addressof(self._layers), None, None,
         )  # fmt: skip
-        self._rope = Rope(config.rope.inverse_frequencies(config.head_dim))
+        self._rope = Rotation(config.rope.inverse_frequencies(config.head_dim))
         self._workspace = self._c.create()
         self._lock = threading.Lock()
         if self._workspace is None:
@@ -249,19 +248,3 @@ class PageTables:
         self.pages, self._found = pages, pages.addresses()
         tables = (self._found.keys, self._found.values, self._found.key_scales, self._found.value_scales)
         self.step = (KV_FORMATS[pages.kv_format], *(table.ctypes.data for table in tables))
-
-
-class Rope:
-    """cos and sin of every position so far, fp32 [positions, head_dim / 2]; grown by a new one when a step needs it."""
-
-    def __init__(self, inverse_frequencies: Tensor, positions: int = 0) -> None:
-        angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies
-        self._inverse_frequencies, self._length = inverse_frequencies, positions
-        self._tables = angles.cos().contiguous(), angles.sin().contiguous()
-        self.addresses = tuple(table.data_ptr() for table in self._tables)
-
-    def reaching(self, positions: int) -> "Rope":
-        """A table of at least so many positions: this one, if it is long enough."""
-        if positions <= self._length:
-            return self
-        return Rope(self._inverse_frequencies, math.ceil(positions / ROPE_ROWS) * ROPE_ROWS)

@@ -18,9 +18,9 @@ import numpy as np
 
 from nanokit.errors import ModelFileError
 from nanokit.kernels.cpu.structs import Matrix
+from nanokit.kernels.packable import LANES, fits_four_bits
 from nanokit.quant.qtensor import QTensor
 
-LANES = 16
 CODES4, TABLE4, CODES8, PLANES8 = range(4)
 BIAS = {0: 0, 8: 1, 128: 2}  # c/nk.h: BIAS_0, BIAS_8, BIAS_128
 ALIGNMENT = 64
@@ -42,12 +42,6 @@ class Packed:
     def nbytes(self) -> int:
         """Bytes that a product reads."""
         return sum(array.nbytes for array in self.arrays)
-
-
-def fits_four_bits(code_range: tuple[int, int]) -> bool:
-    """Whether codes of this range are kept in half a byte."""
-    lowest, highest = code_range
-    return (lowest >= 0 and highest < 16) or (lowest >= -8 and highest < 8)
 
 
 def check(name: str, shape: tuple[int, ...], group: int) -> None:

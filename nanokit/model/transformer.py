@@ -12,6 +12,7 @@ from torch import Tensor
 from nanokit.errors import ParameterError, naming
 from nanokit.kernels import cpu, reference
 from nanokit.kernels.activations import MODES, no_peaks, note_peak
+from nanokit.kernels.packable import packed_bytes
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig
 from nanokit.model.head import FullHead, HeadProduct
@@ -78,7 +79,7 @@ class OpenedModel:
     def weight_bytes(self) -> int:
         """Memory that the weights will take."""
         if self.compiled:
-            return cpu.packed_bytes(self.weights)
+            return packed_bytes(self.weights)
         sizes = footprint(self.source)
         return sizes.dense if self.resident else sizes.mapped
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from nanokit.errors import ModelFileError, ParameterError
 from nanokit.kernels.activations import GROUPS, quantize
-from nanokit.kernels.cpu import fits_four_bits
 from nanokit.kernels.cpu.bound import MODES
 from nanokit.kernels.cpu.library import Library
 from nanokit.kernels.cpu.ops import Linear
+from nanokit.kernels.packable import fits_four_bits
 from nanokit.quant.qtensor import QTensor
 
 FORMATS = [*CODED, *INTEGERS]

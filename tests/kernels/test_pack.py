@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from stored import CODED, INTEGERS, columns_of, random_weights
 
 from nanokit.errors import ModelFileError
-from nanokit.kernels.cpu import fits_four_bits
 from nanokit.kernels.cpu.library import Library
 from nanokit.kernels.cpu.ops import Linear
 from nanokit.kernels.cpu.pack import CODES4, CODES8, PLANES8, TABLE4, Arena, Packed, pack, pack_rows
+from nanokit.kernels.packable import fits_four_bits
 from nanokit.quant.qtensor import QTensor
 
 FORMATS = [*CODED, *INTEGERS]
