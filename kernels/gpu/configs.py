@@ -1,0 +1,19 @@
+"""How kernels are cut and compiled: tiles, warps and pipeline stages. None of it changes a bit of a result."""
+
+from typing import NamedTuple
+
+
+class ProductConfig(NamedTuple):
+    """block_m rows and block_n outputs of a program; warps that share it; loads in flight (pipeline stages)."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def product_config(kind: int, rows: int) -> ProductConfig:
+    """The configuration for weights of this kind (gpu.pack) and so many rows."""
+    if rows <= 16:
+        return ProductConfig(16, 64, 4, 4)
+    return ProductConfig(64 if rows > 32 else 32, 64, 4, 3)
