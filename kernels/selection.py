@@ -1,7 +1,9 @@
-"""Questions about one row of fp32 logits, in torch and numpy: the contract of kernels/cpu/select.py.
+"""Questions about one row of fp32 logits, in torch and numpy: the contract of kernels/cpu/select.py and
+kernels/gpu/select.py.
 
 Any backend's selection gives the same ids. A row that holds a NaN or +inf, or nothing above -inf, cannot be drawn
-from: `argmax` says -1 and `gumbel_candidates` none. logits: fp32 [V] on the CPU.
+from: `argmax` says -1 and `gumbel_candidates` none. logits: fp32 [V], here on the CPU; answers lie there, wherever a
+backend's logits do.
 """
 
 import numpy as np
@@ -19,19 +21,25 @@ def argmax(logits: Tensor) -> int:
     return int(best) if bool(torch.isfinite(top)) else -1
 
 
+def values(logits: Tensor, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The logits of these ids, in their order."""
+    chosen: NDArray[np.float32] = logits.numpy()[ids]
+    return chosen
+
+
 def largest(logits: Tensor, count: int) -> NDArray[np.int64]:
     """Ids of the `count` largest logits (all where there are fewer), largest first, among equals the lowest id first.
 
     No NaN. `torch.topk` alone picks any of several equal ones at the edge.
     """
-    values = logits.numpy()
-    if count >= len(values):
-        return np.argsort(-values, kind="stable")
+    row = logits.numpy()
+    if count >= len(row):
+        return np.argsort(-row, kind="stable")
     edge = torch.topk(logits, count, sorted=True).values[-1].item()
-    above = np.flatnonzero(values > edge)
-    equal = np.flatnonzero(values == edge)[: count - len(above)]
+    above = np.flatnonzero(row > edge)
+    equal = np.flatnonzero(row == edge)[: count - len(above)]
     ids = np.concatenate([above, equal])
-    return ids[np.lexsort((ids, -values[ids]))]
+    return ids[np.lexsort((ids, -row[ids]))]
 
 
 def mass(logits: Tensor, temperature: float) -> float:
@@ -49,7 +57,8 @@ def look(logits: Tensor, count: int, temperature: float) -> tuple[NDArray[np.int
 
 
 def normalizer(logits: Tensor) -> Tensor:
-    """log of the sum of exp(logit) of every row, fp32 [n]; logits [n, V]. NaN for a row that cannot be drawn from."""
+    """log of the sum of exp(logit) of every row, fp32 [n] on the CPU; logits [n, V]. NaN where a row cannot be drawn
+    from."""
     tops = logits.amax(dim=-1)
     return torch.where(tops.isfinite(), logits.double().logsumexp(dim=-1), torch.nan).float()
 
@@ -62,12 +71,12 @@ def gumbel_candidates(
 
     Here: those that the widest noise could lift to the top. A backend that computes the noise leaves fewer.
     """
-    values = logits.numpy() if ids is None else logits.numpy()[ids]
-    top = values.max(initial=-np.inf)
+    row = logits.numpy() if ids is None else values(logits, ids)
+    top = row.max(initial=-np.inf)
     if not np.isfinite(top):
         return np.empty(0, np.int64)
     with np.errstate(over="ignore"):  # to infinity, which wins or loses as it should
-        scores = values / np.float32(temperature)
+        scores = row / np.float32(temperature)
     best = scores.max()
     least = best if np.isinf(best) else best - NOISE_SPAN - abs(best) * np.float32(2**-22)
     places = np.flatnonzero((scores >= least) & (scores > -np.inf))

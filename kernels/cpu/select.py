@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanokit.kernels import selection
 from nanokit.kernels.cpu.library import Library
 
 
@@ -30,6 +31,10 @@ class Selection:
         """See kernels/selection.py."""
         best: int = self._argmax(*_row(logits))
         return best
+
+    def values(self, logits: Tensor, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See kernels/selection.py."""
+        return selection.values(logits, ids)
 
     def largest(self, logits: Tensor, count: int) -> NDArray[np.int64]:
         """See kernels/selection.py. Raises ValueError for NaN among the logits."""

@@ -48,10 +48,9 @@ class Row:
 
 def kept(logits: Tensor, sampling: Sampling, selection: Selection) -> NDArray[np.int64]:
     """Ids that top-k, top-p and min-p leave, in ascending order: none only of a row that cannot be drawn from, and none
-    whose logit is -inf. logits: fp32 [V] on the CPU, edits applied.
+    whose logit is -inf. logits: fp32 [V] where `selection` reads them, edits applied.
     """
-    values = logits.numpy()
-    vocab_size = len(values)
+    vocab_size = len(logits)
     top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
     nucleus = sampling.top_p < 1.0
     count = top_k or min(FIRST_LOOK, vocab_size)
@@ -59,7 +58,7 @@ def kept(logits: Tensor, sampling: Sampling, selection: Selection) -> NDArray[np
     if len(ids) == 0:
         return ids
     while True:
-        looked_at = values[ids]
+        looked_at = selection.values(logits, ids)
         # exp((logit - max) / T): probabilities up to their normaliser
         mass = np.exp((looked_at.astype(np.float64) - looked_at[0]) / sampling.temperature)
         reached = mass.cumsum()

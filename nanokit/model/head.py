@@ -53,10 +53,14 @@ class Noise(Protocol):
 
 class Selection(Protocol):
     """What a backend answers about a row of logits; kernels/selection.py says it in full, and every backend gives the
-    same ids. logits: fp32 [V] on the CPU, edits applied."""
+    same ids. logits: fp32 [V] where the backend leaves them, perhaps on a GPU, edits applied; answers: on the CPU."""
 
     def argmax(self, logits: Tensor) -> int:
         """The id of the largest; -1 when the row cannot be drawn from."""
+        ...
+
+    def values(self, logits: Tensor, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The logits of these ids, float32 [len(ids)]."""
         ...
 
     def largest(self, logits: Tensor, count: int) -> NDArray[np.int64]:
@@ -160,8 +164,9 @@ class FullHead:
 
     def logprobs(self, hidden: Tensor, n: int, edits: Edits | None = None) -> tuple[Tensor, Tensor]:
         logits = self.logits(hidden, edits=edits)
-        ids = torch.from_numpy(np.stack([self.selection.largest(row, n) for row in logits]))
-        return ids, logits.gather(1, ids) - self.selection.normalizer(logits)[:, None]
+        ids = [self.selection.largest(row, n) for row in logits]
+        values = np.stack([self.selection.values(row, few) for row, few in zip(logits, ids, strict=True)])
+        return torch.from_numpy(np.stack(ids)), torch.from_numpy(values) - self.selection.normalizer(logits)[:, None]
 
 
 def gumbel_argmax(
@@ -178,7 +183,7 @@ def gumbel_argmax(
     if len(few) < 2:
         return int(few[0]) if len(few) else -1
     with np.errstate(over="ignore"):
-        scores = logits.numpy()[few] / np.float32(temperature)
+        scores = selection.values(logits, few) / np.float32(temperature)
     return int(few[np.argmax(scores + noise.of(row, few))])
 
 
@@ -190,7 +195,7 @@ def _apply(row: Tensor, edit: Edit, ids: Tensor | None) -> None:
             continue
         columns = torch.from_numpy(np.array(chosen, np.int64)).to(row.device)
         if ids is not None:
-            columns = torch.isin(ids, columns).nonzero().squeeze(-1)
+            columns = torch.isin(ids.to(row.device), columns).nonzero().squeeze(-1)
         if change is None:
             row[columns] = -torch.inf
         else:
