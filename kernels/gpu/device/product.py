@@ -88,7 +88,7 @@ def _float_step(
     return acc + tl.dot(x, wide, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product(
     x_ptr, a_scales_ptr, sums_ptr, w_ptr, scales_ptr, minimums_ptr, table_ptr, bias_ptr, ids_ptr, out_ptr,
     rows, outputs, columns, units, plane, groups, out_stride, per_split,
@@ -140,7 +140,7 @@ def product(
     tl.store(out + m.to(tl.int64)[:, None] * out_stride + n[None, :], total, mask=store)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def fold(
     parts_ptr, bias_ptr, ids_ptr, out_ptr, rows, outputs, out_stride,
     HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
