@@ -1,1 +1,38 @@
-"""The GPU backend: Triton kernels with the contract of kernels/reference.py."""
+"""The GPU backend: Triton kernels with the contract of kernels/reference.py, compiled on a GPU or interpreted without.
+
+Importing this package decides which of the two the process does, see runtime.py. Raises `NoGpuError` where there is no
+Triton, and from `check` for a model that the kernels cannot take: nothing stands in for a GPU that was asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from nanokit.kernels.gpu.runtime import NoGpuError
+from nanokit.kernels.packable import obstacle
+
+if TYPE_CHECKING:
+    from nanokit.kernels.gpu.bound import Bound
+    from nanokit.model.config import ModelConfig
+    from nanokit.model.weights import Weights
+
+__all__ = ["NoGpuError", "bind", "check"]
+
+
+def bind(config: "ModelConfig", weights: "Weights", *, activations: str = "a8g32") -> "Bound":
+    """Pack a model's weights onto the device and bind them. Raises NoGpuError, see `check`; ModelFileError for a weight
+    that is not a number."""
+    from nanokit.kernels.gpu.bound import Bound
+
+    check(config, weights)
+    return Bound(config, weights, activations)
+
+
+def check(config: "ModelConfig", weights: "Weights") -> None:
+    """Raise NoGpuError unless `bind` can take the model; only the file's header is looked at."""
+    found = obstacle(config, weights)
+    if found:
+        what, _ = found
+        raise NoGpuError(
+            f"the GPU kernels cannot take {what}",
+            needed="4- and 8-bit codes in columns of whole 32, and heads of whole 16",
+            do='use a file in Q4_0, Q4_1, Q8_0 or a K type, or device="cpu"',
+        )
