@@ -6,7 +6,9 @@ Triton, and from `check` for a model that the kernels cannot take: nothing stand
 
 from typing import TYPE_CHECKING
 
-from nanokit.kernels.gpu.runtime import NoGpuError
+import torch
+
+from nanokit.kernels.gpu.runtime import INTERPRETED, NoGpuError
 from nanokit.kernels.packable import obstacle
 
 if TYPE_CHECKING:
@@ -14,7 +16,23 @@ if TYPE_CHECKING:
     from nanokit.model.config import ModelConfig
     from nanokit.model.weights import Weights
 
-__all__ = ["NoGpuError", "bind", "check"]
+__all__ = ["NoGpuError", "bind", "check", "require"]
+
+
+def require(device: str) -> None:
+    """Raise NoGpuError unless this process runs Triton's kernels on this device: "cuda" or "interpreter"."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise NoGpuError(
+            "there is no GPU that torch can use",
+            needed="an NVIDIA GPU, its driver and a CUDA build of torch",
+            do='use device="cpu"; nanokit doctor says what it sees',
+        )
+    if (device == "interpreter") != INTERPRETED:
+        raise NoGpuError(
+            f"this process {'interprets' if INTERPRETED else 'compiles'} Triton's kernels",
+            found=f"device={device!r}",
+            do=f"set TRITON_INTERPRET={int(not INTERPRETED)} before Python starts",
+        )
 
 
 def bind(config: "ModelConfig", weights: "Weights", *, activations: str = "a8g32") -> "Bound":

@@ -7,6 +7,7 @@ a kernel backend, which packs the weights once (`bind`), resolves a step once (`
 import warnings
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from nanokit.errors import ParameterError, naming
@@ -19,7 +20,9 @@ from nanokit.model.head import FullHead, HeadProduct
 from nanokit.model.source import ModelSource, footprint
 from nanokit.model.weights import Weights, find_weights
 
-# What the C kernels run unless told otherwise. a16 loses nothing that a text shows and costs little at one row, but its
+DEVICES = ("cpu", "cuda", "interpreter")
+
+# What the C kernels and the Triton kernels run unless told otherwise. a16 loses nothing that a text shows and costs little at one row, but its
 # second plane is arithmetic that verification, batches and prefill wait for; what a8g32 loses is small beside what
 # 4-bit weights have lost already, and llama.cpp keeps activations alike. The notebook 01_roofline measures both.
 DEFAULT_ACTIVATIONS = "a8g32"
@@ -50,23 +53,45 @@ class BoundModel(HeadProduct, Protocol):
 class OpenedModel:
     """An opened source whose weights have been found and not been read, and how it is going to run.
 
-    activations: the mode; None takes the C kernels' default where they can run the model, else fp32. resident: False
-    leaves the layers in their file. Raises ModelFileError, ParameterError.
+    activations: the mode; None takes the packing kernels' default where they can run the model, else fp32. resident:
+    False leaves the layers in their file. device: one of `DEVICES`; for "cuda", and "interpreter", which runs the same
+    kernels without a GPU, nothing stands in. Raises ModelFileError, ParameterError, NoGpuError.
     """
 
     def __init__(
-        self, source: ModelSource, config: ModelConfig, activations: str | None = None, *, resident: bool = True
+        self,
+        source: ModelSource,
+        config: ModelConfig,
+        activations: str | None = None,
+        *,
+        resident: bool = True,
+        device: str = "cpu",
     ) -> None:
-        if activations is not None and activations not in MODES:
-            raise ParameterError(
-                "unknown activation mode", found=repr(activations), needed="one of " + ", ".join(MODES)
-            )
-        self.source, self.config, self.resident = source, config, resident
+        for what, value, known in (("activation mode", activations, (None, *MODES)), ("device", device, DEVICES)):
+            if value not in known:
+                needed = "one of " + ", ".join(each for each in known if each)
+                raise ParameterError(f"unknown {what}", found=repr(value), needed=needed)
+        self.source, self.config, self.resident, self.on_gpu = source, config, resident, device != "cpu"
         with naming(source.name):
             self.weights: Weights = find_weights(config, source)
-        self.fallback = None if activations == "fp32" else self._fallback()
-        self.compiled = activations != "fp32" and self.fallback is None
-        self.activations = activations or (DEFAULT_ACTIVATIONS if self.compiled else "fp32")
+        if self.on_gpu:
+            self._check_gpu(device)
+        self.fallback = None if activations == "fp32" or self.on_gpu else self._fallback()
+        self.compiled = activations != "fp32" and self.fallback is None and not self.on_gpu
+        packed = self.compiled or self.on_gpu
+        self.activations = activations or (DEFAULT_ACTIVATIONS if packed else "fp32")
+
+    def _check_gpu(self, device: str) -> None:
+        from nanokit.kernels import gpu  # a fifth of a second that a CPU does without
+
+        if not self.resident:
+            raise ParameterError(
+                "layers cannot stay in their file on a GPU", found=f"mapped with device={device!r}",
+                do='leave out mapped, or use device="cpu"',
+            )  # fmt: skip
+        gpu.require(device)
+        with naming(self.source.name):
+            gpu.check(self.config, self.weights)
 
     def _fallback(self) -> cpu.NoKernelsError | None:
         try:
@@ -76,15 +101,28 @@ class OpenedModel:
         return None
 
     @property
+    def device(self) -> torch.device:
+        """Where KV pages have to lie."""
+        if not self.on_gpu:
+            return torch.device("cpu")
+        from nanokit.kernels.gpu import runtime
+
+        return runtime.device()
+
+    @property
     def weight_bytes(self) -> int:
-        """Memory that the weights will take."""
-        if self.compiled:
+        """Memory that the weights will take, on the device."""
+        if self.compiled or self.on_gpu:
             return packed_bytes(self.weights)
         sizes = footprint(self.source)
         return sizes.dense if self.resident else sizes.mapped
 
     def bind(self) -> BoundModel:
         """Read and bind the weights. Says so once when the reference has to stand in for the C kernels."""
+        if self.on_gpu:
+            from nanokit.kernels import gpu
+
+            return gpu.bind(self.config, self.weights, activations=self.activations)
         if self.compiled:
             return cpu.bind(self.config, self.weights, activations=self.activations)
         if self.fallback is not None and self.resident and not self.fallback.by_request:
@@ -96,17 +134,18 @@ class OpenedModel:
 
 
 class Transformer:
-    """Bound weights and the head. activations: the mode it runs in; compiled: by the C kernels; name and footprint are
-    those of the source it was read from."""
+    """Bound weights and the head. activations: the mode it runs in; compiled: by the C kernels; device: where hidden
+    states and KV pages lie; name and footprint are those of the source it was read from."""
 
     def __init__(self, opened: OpenedModel) -> None:
         """Read the weights. Raises ModelFileError for one that is not a number."""
         self.config, self.activations, self.compiled = opened.config, opened.activations, opened.compiled
+        self.device = opened.device
         self.name, self.footprint = opened.source.name, footprint(opened.source)
         self.vocab_size = opened.config.vocab_size
         with naming(self.name):
             self._bound = opened.bind()
-        self.kernels = self._bound.variant  # "avx512", …; "torch" is the reference
+        self.kernels = self._bound.variant  # "avx512", …, "triton"; "torch" is the reference
         self.head = FullHead(self._bound, self.vocab_size)
 
     def forward(self, batch: Batch, pages: Any) -> Tensor:
