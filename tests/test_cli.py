@@ -106,6 +106,7 @@ TYPED_WRONG = {
     "empty stop": (["--stop", ""], "stop"),
     "seed": (["--seed", "-1"], "seed"),
     "kv format": (["--kv-format", "fp8"], "kv_format", "fp8", "fp32, fp16, int8"),
+    "device": (["--device", "gpu"], "device", "gpu", "cpu, cuda, interpreter"),
     "activations": (["--activations", "int3"], "activation", "int3", "fp32"),
     "dynamic scale": (["--dynamic-scale", "maybe"], "--dynamic-scale", "maybe", "true or false"),
     "two modes": (["--dynamic-scale", "true", "--activations", "a16"], "--activations", "true and a16"),

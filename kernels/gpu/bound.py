@@ -1,9 +1,9 @@
 """A model bound to the Triton kernels: weights packed onto the device once, a step resolved once, then some twenty
 launches a layer, none of which waits for the host.
 
-`bind` refuses what the kernels cannot take before it packs anything. The residual is added where the next norm reads it,
-and what a product reads is quantized where it is computed. Hidden states and logits stay on the device; ids of an argmax
-come back.
+`bind` refuses what the kernels cannot take before it packs anything. The residual is added where the next norm reads
+it, and what a product reads is quantized where it is computed. Hidden states and logits stay on the device; ids of an
+argmax come back.
 """
 
 import time
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nanokit.model.batch import Batch
     from nanokit.model.config import ModelConfig
     from nanokit.model.weights import LayerWeights, Linear, Matrix, Weights
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -89,7 +90,8 @@ class Bound:
 
     @torch.inference_mode()
     def run(self, plan: Plan, peaks: Tensor | None = None) -> Tensor:
-        """Hidden states after the final norm, fp32 [rows, hidden_size] on the device; writes the step's keys and values.
+        """Hidden states after the final norm, fp32 [rows, hidden_size] on the device; writes the step's keys and
+        values.
 
         peaks: noted there instead (`activations.no_peaks`), the activations of this step staying in fp32. Raises
         ParameterError for static activations without peaks.

@@ -12,9 +12,9 @@ A unit of a panel is 512 bytes in one piece, four panels of one program 2 KB: wh
 file's own, nothing is quantized again; scales take two bytes where fp16 holds all of them exactly, and four otherwise.
 A row of codes can be found by itself (embeddings, the rescoring of a screened head).
 
-Rejected: rows one after the other (a unit of 16 rows would be 16 far places), the panels of kernels/cpu (they interleave
-four columns of 16 rows for one vector instruction), and rearranging nibbles for one tensor-core instruction (Marlin's
-way: one layout an architecture).
+Rejected: rows one after the other (a unit of 16 rows would be 16 far places), the panels of kernels/cpu (they
+interleave four columns of 16 rows for one vector instruction), and rearranging nibbles for one tensor-core instruction
+(Marlin's way: one layout an architecture).
 """
 
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ COLUMNS = {CODES4: 64, TABLE4: 64, CODES8: 32, PLANES8: 64}  # of a unit
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix on the device. shape: rows (outputs), columns; kind: of the four above; zero: the stored code that stands
-    for 0; planes of PLANES8: codes [2, …], upper nibbles first, each laid out as 4-bit codes; table: int8 [16] of
-    TABLE4; bias: fp32 [rows]. minimums, table and bias are None where there are none."""
+    """A matrix on the device. shape: rows (outputs), columns; kind: of the four above; zero: the stored code that
+    stands for 0; planes of PLANES8: codes [2, …], upper nibbles first, each laid out as 4-bit codes; table: int8 [16]
+    of TABLE4; bias: fp32 [rows]. minimums, table and bias are None where there are none."""
 
     name: str
     shape: tuple[int, int]

@@ -1,7 +1,7 @@
 """Products with packed weights: what a bound model's layers, and tests of single operations, call.
 
-How a product is cut. Outputs into blocks, rows into tiles, columns into ranges, as many as the matrix' shape asks for: a
-matrix of few outputs would leave most of a GPU idle otherwise. A program does one range and `fold` adds them up (few
+How a product is cut. Outputs into blocks, rows into tiles, columns into ranges, as many as the matrix' shape asks for:
+a matrix of few outputs would leave most of a GPU idle otherwise. A program does one range and `fold` adds them up (few
 rows), or it does all ranges one after the other (many rows); both add in the same order, so that neither the number of
 rows nor the tile changes a bit of the result.
 """

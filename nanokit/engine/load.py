@@ -50,6 +50,7 @@ def load(
     prefix_cache: bool = True,
     kv_format: str | None = None,
     activations: str | None = None,
+    device: str = "cpu",
     rope_freq_base: float | None = None,
     rope_freq_scale: float | None = None,
     force: bool = False,
@@ -57,19 +58,20 @@ def load(
 ) -> LoadedEngine:
     """Load a model and return the engine that runs it.
 
-    source: a .gguf file, a folder of safetensors, or org/name on the hub; None is the default model, fetched once.
-    ctx: longest prompt + answer in tokens (the model's own, at most 8,192, if None). kv_memory: bytes or "2GiB" for
-    KV pages (if None, room for max_seqs sequences of ctx tokens up to 1 GiB, and for at least one). max_seqs:
-    sequences that run at once. token_budget: tokens computed a step. prefix_cache: reuse pages of equal prompt
-    beginnings. kv_format: "fp32", "fp16" or "int8" pages; None is fp16, and fp32 where activations are fp32.
-    activations: how the inputs of products are kept, one of kernels.activations.MODES; None is a8g32 in the C kernels,
-    and fp32, which computes as transformers does, where they cannot run the model. "static" is calibrated on a text of
-    the kit's own. rope_freq_base, rope_freq_scale: override the model's own values (or supply a base that a file
-    lacks), with `force` only; `force` also allows a ctx beyond what the model was trained for. mapped: leave the
-    layers' weights in their file and widen them again in every step; None does so, with a warning, only when they do
-    not fit into memory.
+    source: a .gguf file, a folder of safetensors, or org/name on the hub; None is the default model, fetched once. ctx:
+    longest prompt + answer in tokens (the model's own, at most 8,192, if None). kv_memory: bytes or "2GiB" for KV pages
+    (if None, room for max_seqs sequences of ctx tokens up to 1 GiB, and for at least one). max_seqs: sequences that run
+    at once. token_budget: tokens computed a step. prefix_cache: reuse pages of equal prompt beginnings. kv_format:
+    "fp32", "fp16", "int8" or, but for the C kernels, "int4" pages; None is fp16, and fp32 where activations are fp32.
+    activations: how the inputs of products are kept, one of kernels.activations.MODES; None is a8g32 in the C and
+    Triton kernels, and fp32, which computes as transformers does, where C cannot run the model. "static" is calibrated
+    on a text of the kit's own. device: "cpu"; "cuda", a GPU; or "interpreter", the GPU's kernels run by Triton's
+    interpreter, to be read and tested and far too slow for a real model. rope_freq_base, rope_freq_scale: override the
+    model's own values (or supply a base that a file lacks), with `force` only; `force` also allows a ctx beyond what
+    the model was trained for. mapped: leave the layers' weights in their file and widen them again in every step; None
+    does so, with a warning, only when they do not fit into memory.
 
-    Raises ModelFileError, TokenizerError, MemoryBudgetError, ParameterError, FetchError.
+    Raises ModelFileError, TokenizerError, MemoryBudgetError, ParameterError, FetchError, NoGpuError.
     """
     if kv_format is not None and kv_format not in DTYPES:
         raise ParameterError("unknown kv_format", found=repr(kv_format), needed=", ".join(DTYPES))
@@ -80,8 +82,15 @@ def load(
     model_source = open_model(source, rope_base=rope_freq_base if force else None)
     config = override_rope(model_source.config, base=rope_freq_base, scale=rope_freq_scale, force=force)
     max_context = _context(ctx, config, force)
-    opened = OpenedModel(model_source, config, activations, resident=not mapped)
+    opened = OpenedModel(model_source, config, activations, resident=not mapped, device=device)
     kv_format = kv_format or ("fp32" if opened.activations == "fp32" else "fp16")
+    if kv_format == "int4" and opened.compiled:
+        raise ParameterError(
+            "the C kernels have no int4 pages",
+            found=f"kv_format='int4' with {opened.activations} activations",
+            needed="fp32, fp16 or int8 pages",
+            do='use int8, or activations="fp32", whose kernels take every format',
+        )
     per_block = PagedKV.bytes_per_block(config, kv_format)
     num_blocks = _blocks(kv_memory, max_context, max_seqs, per_block)
     engine_config = EngineConfig(
@@ -92,13 +101,14 @@ def load(
         token_budget=token_budget,
         prefix_cache=prefix_cache,
     )
-    if mapped is None:
+    if mapped is None and not opened.on_gpu:
         opened = _placed(opened, activations, num_blocks * per_block)
     memory.check_budget(
-        opened.weight_bytes, num_blocks * per_block, opened.source.name, _kv_advice(max_context, per_block)
-    )
+        opened.weight_bytes, num_blocks * per_block, opened.source.name, _kv_advice(max_context, per_block),
+        free=memory.free_gpu_memory(opened.device) if opened.device.type == "cuda" else None,
+    )  # fmt: skip
     model = _read(opened)
-    pages = PagedKV(config, num_blocks, kv_format)
+    pages = PagedKV(config, num_blocks, kv_format, model.device)
     if model.activations == "static":
         _calibrate(model, model_source.tokenizer, pages)
     return LoadedEngine(model, model_source.tokenizer, engine_config, kv=pages)

@@ -8,12 +8,18 @@ import re
 from pathlib import Path
 
 import psutil
+import torch
 
 from nanokit.errors import MemoryBudgetError, ParameterError
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9,
          "K": 2**10, "M": 2**20, "G": 2**30}  # fmt: skip
 CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_gpu_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on a GPU."""
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def free_memory() -> int:

@@ -22,9 +22,10 @@ from nanokit.model.weights import Weights, find_weights
 
 DEVICES = ("cpu", "cuda", "interpreter")
 
-# What the C kernels and the Triton kernels run unless told otherwise. a16 loses nothing that a text shows and costs little at one row, but its
-# second plane is arithmetic that verification, batches and prefill wait for; what a8g32 loses is small beside what
-# 4-bit weights have lost already, and llama.cpp keeps activations alike. The notebook 01_roofline measures both.
+# What the C kernels and the Triton kernels run unless told otherwise. a16 loses nothing that a text shows and costs
+# little at one row, but its second plane is arithmetic that verification, batches and prefill wait for; what a8g32
+# loses is small beside what 4-bit weights have lost already, and llama.cpp keeps activations alike. The notebook
+# 01_roofline measures both.
 DEFAULT_ACTIVATIONS = "a8g32"
 
 

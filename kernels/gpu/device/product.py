@@ -124,9 +124,7 @@ def product(
                 w = _codes(w_ptr, table_ptr, at, plane, high, KIND, ZERO)
                 column = (unit * NIBBLES + high) * 32
                 if PLANES == 0:
-                    acc = _float_step(
-                        acc, w, x_ptr, scale_at, minimum_at, m, rows, columns, column, GROUP, HAS_MIN
-                    )
+                    acc = _float_step(acc, w, x_ptr, scale_at, minimum_at, m, rows, columns, column, GROUP, HAS_MIN)
                 else:
                     acc = _integer_step(
                         acc, w, x_ptr, a_scales_ptr, sums_ptr, scale_at, minimum_at, m, rows, columns, column,
