@@ -67,13 +67,20 @@ def quantize(x: Tensor, mode: str, peak: Tensor | float | None = None) -> Quanti
         largest = grouped.abs().amax().expand(x.shape[0], 1)
     else:
         largest = grouped.abs().amax(dim=-1)
-    limit = torch.tensor(LIMIT_A16 if mode == "a16" else LIMIT, dtype=torch.float32, device=x.device)
-    vanishing = largest < TINY
-    # A tensor over a tensor: torch computes number / tensor as number * (1 / tensor), which rounds twice.
-    scales = torch.where(vanishing, 0.0, largest / limit)
-    inverse = torch.where(vanishing, 0.0, limit / largest)
-    codes = (grouped * inverse[:, :, None]).round().clamp(-limit, limit).nan_to_num(0.0)
+    codes, scales = to_codes(grouped, largest, LIMIT_A16 if mode == "a16" else LIMIT)
     return Quantized(codes.flatten(1).to(torch.int32 if mode == "a16" else torch.int8), scales, group)
+
+
+def to_codes(grouped: Tensor, largest: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """Codes -limit … limit of grouped [..., columns], still fp32, and scales of the shape of largest [...], the peak
+    of each group."""
+    # A tensor over a tensor: torch computes number / tensor as number * (1 / tensor), which rounds twice.
+    ends = torch.tensor(limit, dtype=torch.float32, device=grouped.device)
+    vanishing = largest < TINY
+    scales = torch.where(vanishing, 0.0, largest / ends)
+    inverse = torch.where(vanishing, 0.0, ends / largest)
+    codes = (grouped * inverse[..., None]).round().clamp(-ends, ends).nan_to_num(0.0)
+    return codes, scales
 
 
 def planes(codes: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,23 +1,29 @@
 """Keys and values in pages, in plain torch: what a page holds after a write, and what a row sees of it.
 
-nanokit/kv/pages.py draws the layout. An int8 page has one fp32 scale for each token and head, of its keys and of its
-values: a token's numbers are final when it is written, so that nothing is ever scaled again, and a head's outliers do
-not coarsen another head. Rejected: a scale for each page (rescaling 64 tokens when a larger one arrives), and for each
-key dimension (better in theory, but it must be known before the first token is).
+nanokit/kv/pages.py draws the layout. An int8 or int4 page has one fp32 scale for each token and head, of its keys and
+of its values: a token's numbers are final when it is written, so that nothing is ever scaled again, and a head's
+outliers do not coarsen another head. Codes and scales are those of kernels/activations.py, with the ends ±127 and ±7;
+int4 codes are stored as code + 8, two in a byte.
+
+Rejected: a scale for each page (rescaling 64 tokens when a larger one arrives), for each key dimension (better in
+theory, but it must be known before the first token is), and the code -8 (the two ends would round differently).
 """
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from nanokit.kernels.activations import quantize
+from nanokit.kernels.activations import LIMIT, to_codes
 
 LANES = 16
+LIMIT_INT4, ZERO_INT4 = 7, 8  # codes -7 … 7, stored as 1 … 15
 
 
 class LayerPages(NamedTuple):
     """The pages of one layer. keys [blocks, Hk, tokens / 16, d, 16], values [blocks, Hk, tokens / 16, 16, d]: fp32,
-    fp16 or int8; key_scales, value_scales: fp32 [blocks, Hk, tokens] of int8 pages, else None."""
+    fp16 or int8, or uint8 with two int4 codes in a byte: keys [..., d, 8], values [..., 16, d / 2]; key_scales,
+    value_scales: fp32 [blocks, Hk, tokens] of int8 and int4 pages, else None."""
 
     keys: Tensor
     values: Tensor
@@ -39,25 +45,42 @@ def write_kv(pages: LayerPages, slots: Tensor, k: Tensor, v: Tensor) -> None:
     block_size = keys.shape[2] * LANES
     block, offset = slots // block_size, slots % block_size
     if key_scales is not None and value_scales is not None:
-        k, key_scales[block, :, offset] = _by_token_and_head(k)
-        v, value_scales[block, :, offset] = _by_token_and_head(v)
+        limit = LIMIT_INT4 if keys.dtype == torch.uint8 else LIMIT
+        k, key_scales[block, :, offset] = to_codes(k, k.abs().amax(dim=-1), limit)
+        v, value_scales[block, :, offset] = to_codes(v, v.abs().amax(dim=-1), limit)
     group, lane = offset // LANES, offset % LANES
-    keys[block, :, group, :, lane] = k.to(keys.dtype)
-    values[block, :, group, lane, :] = v.to(values.dtype)
+    if keys.dtype == torch.uint8:
+        _write_int4_keys(keys, block, group, lane, (k + ZERO_INT4).to(torch.uint8))
+        first, second = (v + ZERO_INT4).to(torch.uint8).chunk(2, dim=-1)
+        values[block, :, group, lane, :] = first | second << 4
+    else:
+        keys[block, :, group, :, lane] = k.to(keys.dtype)
+        values[block, :, group, lane, :] = v.to(values.dtype)
 
 
-def _by_token_and_head(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 [n, Hk, d] and scales [n, Hk] of x [n, Hk, d], each head of a token a row of mode `token`."""
-    q = quantize(x.flatten(0, 1), "token")
-    return q.codes.view(x.shape), q.scales.view(x.shape[:2])
+def _write_int4_keys(keys: Tensor, block: Tensor, group: Tensor, lane: Tensor, codes: Tensor) -> None:
+    """codes [n, Hk, d]. A byte is of two tokens, lanes j and j + 8: lower ones first, then upper, each leaves the other
+    as it is."""
+    half = LANES // 2
+    for shift, here in ((0, lane < half), (4, lane >= half)):
+        at = block[here], slice(None), group[here], slice(None), lane[here] % half
+        keys[at] = keys[at] & (0xF0 >> shift) | codes[here] << shift
 
 
 def read_kv(pages: LayerPages, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
     """The first kv_len tokens of a sequence as they are stored, gathered to [Hk, kv_len, d] in fp32."""
-    keys, values, key_scales, value_scales = pages
-    k = keys[blocks].permute(1, 0, 2, 4, 3).flatten(1, 3)[:, :kv_len].float()
-    v = values[blocks].permute(1, 0, 2, 3, 4).flatten(1, 3)[:, :kv_len].float()
+    _, _, key_scales, value_scales = pages
+    keys, values = _numbers(pages.keys[blocks]), _numbers(pages.values[blocks])
+    k = keys.permute(1, 0, 2, 4, 3).flatten(1, 3)[:, :kv_len]
+    v = values.permute(1, 0, 2, 3, 4).flatten(1, 3)[:, :kv_len]
     if key_scales is not None and value_scales is not None:
         k = k * key_scales[blocks].transpose(0, 1).flatten(1)[:, :kv_len, None]
         v = v * value_scales[blocks].transpose(0, 1).flatten(1)[:, :kv_len, None]
     return k, v
+
+
+def _numbers(stored: Tensor) -> Tensor:
+    """What is stored, or the codes of it, in fp32; a byte's low nibbles are the first half of the last dimension."""
+    if stored.dtype != torch.uint8:
+        return stored.float()
+    return torch.cat((stored & 15, stored >> 4), dim=-1).float() - ZERO_INT4

@@ -5,20 +5,24 @@ file and the kernels know where (layer, id) lies. Layout 1, per layer:
 
     keys    [block][kv head][token / 16][dim][token % 16]     16 tokens of one dimension side by side: q.k runs
     values  [block][kv head][token / 16][token % 16][dim]     along tokens, p.v runs along dimensions
-    scales  [block][kv head][token]                           fp32, of int8 keys and of int8 values, each their own
+    scales  [block][kv head][token]                           fp32, of int8 and int4 pages; keys and values their own
+
+    int4    keys [block][kv head][token / 16][dim][8]         byte j: token j (low nibble) and token j + 8
+            values [block][kv head][token / 16][token % 16][dim / 2]      byte i: dimension i and i + dim / 2
 
 so that a vector unit of 16 fp32 lanes reads both without a transpose. Whatever changes a byte of this changes
 `LAYOUT`. Every tensor starts on 64 bytes, and a block of it is a multiple of 128, so that no vector load of a page
 straddles two cache lines.
 
-All of it is one private mapping that the operating system backs page by page: an unused pool costs address space, not
-memory. `torch.zeros` writes its zeros, and `numpy.zeros` asks for huge pages, of which each of 60 tensors would fill
-one for its first token.
+In ordinary memory all of it is one private mapping that the operating system backs page by page: an unused pool costs
+address space, not memory. `torch.zeros` writes its zeros, and `numpy.zeros` asks for huge pages, of which each of 60
+tensors would fill one for its first token. On a GPU every tensor is one of torch's, and takes its memory at once.
 """
 
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Protocol
 
@@ -32,7 +36,7 @@ from nanokit.kernels.paged import LANES, LayerPages
 LAYOUT = 1
 BLOCK_SIZE = 64
 BLOCK_ALIGNMENT = 128
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8, "int4": torch.uint8}
 
 
 class KVShape(Protocol):
@@ -59,18 +63,24 @@ class Addresses:
 class PagedKV:
     """Key and value pages of every layer, zeroed (an unwritten slot is never attended to, but never NaN either).
 
-    kv_format: "fp32", "fp16" or "int8" (with one fp32 scale for each token and head). `layer(i)` gives the tensors in
-    the layout above. Raises ParameterError for an unknown format, and for a shape whose blocks cannot be aligned.
+    kv_format: "fp32", "fp16", "int8" or "int4" (with one fp32 scale for each token and head). `layer(i)` gives the
+    tensors in the layout above. Raises ParameterError for an unknown format, and for a shape whose blocks cannot be
+    aligned.
     """
 
     block_size = BLOCK_SIZE
 
-    def __init__(self, shape: KVShape, num_blocks: int, kv_format: str = "fp32") -> None:
-        self.num_blocks, self.kv_format = num_blocks, kv_format
+    def __init__(
+        self, shape: KVShape, num_blocks: int, kv_format: str = "fp32", device: torch.device | str = "cpu"
+    ) -> None:
+        self.num_blocks, self.kv_format, self.device = num_blocks, kv_format, torch.device(device)
         tensors = _tensors(shape, kv_format)
-        self._memory = _Memory(num_blocks * PagedKV.bytes_per_block(shape, kv_format))
+        if self.device.type == "cpu":
+            take = _Memory(num_blocks * PagedKV.bytes_per_block(shape, kv_format)).take
+        else:
+            take = partial(torch.zeros, device=self.device)
         self._layers = [
-            LayerPages(*(self._memory.take((num_blocks, *block), dtype) if block else None for block, dtype in tensors))
+            LayerPages(*(take((num_blocks, *block), dtype=dtype) if block else None for block, dtype in tensors))
             for _ in range(shape.num_layers)
         ]
 
@@ -85,7 +95,10 @@ class PagedKV:
         return self._layers[index]
 
     def addresses(self) -> Addresses:
-        """The same pages for code that takes addresses. They hold for as long as this object lives."""
+        """The same pages for C. They hold for as long as this object lives. Raises ParameterError for pages that do not
+        lie in ordinary memory."""
+        if self.device.type != "cpu":
+            raise ParameterError("only pages in ordinary memory have addresses", found=str(self.device), needed="cpu")
         found = [[0 if tensor is None else tensor.data_ptr() for tensor in layer] for layer in self._layers]
         return Addresses(*np.array(found, np.int64).reshape(-1, 4).T.copy())
 
@@ -95,18 +108,20 @@ def _tensors(shape: KVShape, kv_format: str) -> list[tuple[Sequence[int], torch.
     if kv_format not in DTYPES:
         raise ParameterError("unknown kv_format", found=repr(kv_format), needed="one of " + ", ".join(DTYPES))
     dtype, heads = DTYPES[kv_format], shape.num_kv_heads
-    groups = (heads, BLOCK_SIZE // LANES)
-    block = prod(groups) * LANES * shape.head_dim * dtype.itemsize
+    if kv_format == "int4" and shape.head_dim % 2:
+        raise ParameterError("two int4 codes share a byte", found=f"heads of {shape.head_dim}", needed="an even number")
+    groups, packed = (heads, BLOCK_SIZE // LANES), 2 if kv_format == "int4" else 1
+    block = prod(groups) * LANES * shape.head_dim * dtype.itemsize // packed
     if block % BLOCK_ALIGNMENT:
         raise ParameterError(
             f"{kv_format} pages of this model cannot be aligned",
             found=f"{heads} KV heads of {shape.head_dim}: {block} bytes of keys in a block",
             needed=f"a multiple of {BLOCK_ALIGNMENT}",
         )
-    scales = (heads, BLOCK_SIZE) if kv_format == "int8" else ()
+    scales = (heads, BLOCK_SIZE) if kv_format in ("int8", "int4") else ()
     return [
-        ((*groups, shape.head_dim, LANES), dtype),
-        ((*groups, LANES, shape.head_dim), dtype),
+        ((*groups, shape.head_dim, LANES // packed), dtype),
+        ((*groups, LANES, shape.head_dim // packed), dtype),
         (scales, torch.float32),
         (scales, torch.float32),
     ]

@@ -18,7 +18,8 @@ from nanokit.engine.load import LoadedEngine, load
 from nanokit.engine.sampling import Sampling
 from nanokit.errors import ParameterError
 from nanokit.kernels.activations import MODES
-from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
+from nanokit.kernels.cpu.bound import KV_FORMATS
+from nanokit.kv.pages import BLOCK_SIZE, PagedKV
 from nanokit.model.batch import Batch
 from nanokit.model.transformer import DEFAULT_ACTIVATIONS
 
@@ -159,7 +160,7 @@ def alone(path: Path, asked: list[list[int]], sampling: Sampling, **options: Any
     return [engine.generate([ids], sampling)[0].token_ids for ids in asked]
 
 
-@pytest.mark.parametrize("kv_format", DTYPES)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("mode", ["a16", "a8g32"])
 def test_chunks_batches_and_prefix_hits_change_no_bit(file: Path, mode: str, kv_format: str) -> None:
     """Greedy and drawn text alike: the draw sees the same logits and the same noise."""

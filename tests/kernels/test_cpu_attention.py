@@ -12,10 +12,11 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError
 from nanokit.kernels import reference
+from nanokit.kernels.cpu.bound import KV_FORMATS
 from nanokit.kernels.cpu.library import Library
 from nanokit.kernels.cpu.ops_attention import attention
 from nanokit.kernels.paged import read_kv, write_kv
-from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
+from nanokit.kv.pages import BLOCK_SIZE, PagedKV
 from nanokit.model.batch import Batch
 
 HEADS = [
@@ -106,7 +107,7 @@ def _alone(world: World, kernels: Library, text: Text, stale: float = 0.0) -> Te
 
 worlds = st.builds(
     lambda heads, kv_format, seed: World(*heads, kv_format, seed),
-    st.sampled_from(HEADS), st.sampled_from(list(DTYPES)), st.integers(0, 99),
+    st.sampled_from(HEADS), st.sampled_from(list(KV_FORMATS)), st.integers(0, 99),
 )  # fmt: skip
 lengths = st.one_of(st.integers(1, 90), st.sampled_from([15, 16, 17, 63, 64, 65, 127, 128, 129, 700]))
 
@@ -167,7 +168,7 @@ def test_a_row_is_the_same_bits_however_the_work_is_cut(
         assert torch.equal(torch.cat(got), _alone(world, kernels, straight))
 
 
-@pytest.mark.parametrize("kv_format", DTYPES)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("length", [1, 17, 64, 65, 1000])
 def test_what_an_earlier_use_left_in_a_page_is_not_seen(kernels: Library, kv_format: str, length: int) -> None:
     """0 * NaN is NaN: a slot beyond the context that is read into the sums poisons the row."""

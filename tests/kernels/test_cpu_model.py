@@ -25,9 +25,9 @@ from torch import Tensor
 from nanokit.errors import ParameterError
 from nanokit.kernels import cpu, reference
 from nanokit.kernels.activations import no_peaks, note_peak
-from nanokit.kernels.cpu.bound import MODES, Bound
+from nanokit.kernels.cpu.bound import KV_FORMATS, MODES, Bound
 from nanokit.kernels.cpu.library import Library
-from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
+from nanokit.kv.pages import BLOCK_SIZE, PagedKV
 from nanokit.model.batch import Batch
 from nanokit.model.load import open_model
 from nanokit.model.weights import find_weights
@@ -146,7 +146,7 @@ def test_equals_the_reference_in_the_same_mode(bind: Bind, opened: Open, name: s
             assert (error.amax(1) < 1e-5 * size).float().mean() > 0.85, mode
 
 
-@pytest.mark.parametrize("kv_format", DTYPES)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_pages_of_every_format_are_the_references(bind: Bind, opened: Open, kv_format: str) -> None:
     """Rows attend to what the page holds: fp16 or int8 that the one rounds and the other does not shows here."""
     config, weights = opened("qwen3-mixed")
@@ -206,7 +206,7 @@ def step(bound: Bound, pages: PagedKV, parts: list[tuple[Text, int, int]]) -> li
 @given(
     name=st.sampled_from(list(FILES)),
     mode=st.sampled_from(OWN_ROW),
-    kv_format=st.sampled_from(list(DTYPES)),
+    kv_format=st.sampled_from(list(KV_FORMATS)),
     wanted=st.lists(lengths, min_size=1, max_size=4),
     chance=st.integers(0, 10**6),
 )

@@ -1,4 +1,4 @@
-"""KV pages: their bytes, addresses and alignment, and what an int8 page keeps."""
+"""KV pages: their bytes, addresses and alignment, and what int8 and int4 pages keep."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 
 from nanokit.errors import ParameterError
-from nanokit.kernels.paged import read_kv, write_kv
+from nanokit.kernels.paged import LayerPages, read_kv, write_kv
 from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
 
-SHAPE = SimpleNamespace(num_layers=2, num_kv_heads=3, head_dim=10)
+SHAPE = SimpleNamespace(num_layers=2, num_kv_heads=3, head_dim=12)
 FORMATS = list(DTYPES)
+QUANTIZED = {"int8": 127, "int4": 7}  # the codes of a peak
 
 
 def slots_of(blocks: list[int], positions: range) -> torch.Tensor:
@@ -31,8 +32,9 @@ def test_pages_give_back_what_was_written(data: st.DataObject) -> None:
     needed = -(-kv_len // BLOCK_SIZE)
     blocks = data.draw(st.permutations(range(5)))[:needed]
     pages = PagedKV(SHAPE, 5, kv_format).layer(1)
-    k, v = (torch.randint(-127, 128, (kv_len, 3, 10)).float() for _ in range(2))
-    k[..., 7], v[..., 2] = 127.0, -127.0  # then whole numbers are stored exactly by all formats
+    peak = QUANTIZED.get(kv_format, 127)
+    k, v = (torch.randint(-peak, peak + 1, (kv_len, 3, 12)).float() for _ in range(2))
+    k[..., 7], v[..., 2] = peak, -peak  # then whole numbers are stored exactly by all formats
     k, v = k * 2.0 ** torch.randint(-6, 3, (kv_len, 3, 1)), v * 2.0 ** torch.randint(-6, 3, (kv_len, 3, 1))
     start = 0
     while start < kv_len:  # in chunks, as prefill and decode write
@@ -44,34 +46,62 @@ def test_pages_give_back_what_was_written(data: st.DataObject) -> None:
     assert torch.equal(got_v.transpose(0, 1), v)
 
 
-def test_int8_pages_follow_the_formula_in_numpy() -> None:
-    """Scale = peak / 127 of one head of one token, codes to nearest even; and where in the pages they lie."""
+def stored(pages: LayerPages, block: int, position: int, is_key: bool) -> np.ndarray:
+    """The codes [3, 12] of one token, found in the bytes as nanokit/kv/pages.py draws them."""
+    group, lane = position // 16, position % 16
+    if pages.keys.dtype == torch.int8:
+        return (pages.keys[block, :, group, :, lane] if is_key else pages.values[block, :, group, lane]).numpy()
+    if is_key:
+        packed = pages.keys[block, :, group, :, lane % 8].numpy()
+        return (packed % 16 if lane < 8 else packed // 16).astype(int) - 8
+    packed = pages.values[block, :, group, lane].numpy()
+    return np.concatenate((packed % 16, packed // 16), axis=-1).astype(int) - 8
+
+
+@pytest.mark.parametrize(("kv_format", "limit"), QUANTIZED.items())
+def test_quantized_pages_follow_the_formula_in_numpy(kv_format: str, limit: int) -> None:
+    """Scale = peak / limit of one head of one token, codes to nearest even; and where in the pages they lie."""
     random = np.random.default_rng(0)
-    k, v = (random.standard_normal((70, 3, 10), np.float32) * 10.0 ** random.integers(-9, 9, (70, 3, 1)) for _ in "kv")
+    k, v = (random.standard_normal((70, 3, 12), np.float32) * 10.0 ** random.integers(-9, 9, (70, 3, 1)) for _ in "kv")
     k[3], k[4, 1], v[5, 2] = 0.0, -0.0, 3e38
     k, v = k.astype(np.float32), v.astype(np.float32)
-    pages = PagedKV(SHAPE, 3, "int8").layer(0)
+    pages = PagedKV(SHAPE, 3, kv_format).layer(0)
     blocks = [2, 0]
     write_kv(pages, slots_of(blocks, range(70)), torch.from_numpy(k), torch.from_numpy(v))
-    for x, codes, scales, is_key in (
-        (k, pages.keys, pages.key_scales, True),
-        (v, pages.values, pages.value_scales, False),
-    ):
+    for x, scales, is_key in ((k, pages.key_scales, True), (v, pages.value_scales, False)):
         peak = np.abs(x).max(-1)
         with np.errstate(divide="ignore"):
-            inverse = np.where(peak > 0, np.float32(127) / peak, np.float32(0)).astype(np.float32)
+            inverse = np.where(peak > 0, np.float32(limit) / peak, np.float32(0)).astype(np.float32)
         expected = np.rint(x * inverse[..., None])
         for t in range(70):
-            block, group, lane = blocks[t // 64], t % 64 // 16, t % 16
-            got = codes[block, :, group, :, lane] if is_key else codes[block, :, group, lane]
-            assert np.array_equal(got.numpy(), expected[t]), t
-            assert np.array_equal(scales[block, :, t % 64].numpy(), peak[t] / np.float32(127)), t
+            assert np.array_equal(stored(pages, blocks[t // 64], t % 64, is_key), expected[t]), t
+            assert np.array_equal(scales[blocks[t // 64], :, t % 64].numpy(), peak[t] / np.float32(limit)), t
 
 
-def test_a_rewritten_slot_forgets_its_scale() -> None:
-    """A block that is used again: a large token replaced by a small one keeps seven bits of the small one."""
-    pages = PagedKV(SHAPE, 1, "int8").layer(0)
-    slot, small = torch.tensor([5]), torch.full((1, 3, 10), 1e-3)
+@given(st.lists(st.integers(0, 2 * BLOCK_SIZE - 1), min_size=1, max_size=40, unique=True), st.data())
+@settings(max_examples=40, deadline=None)
+def test_tokens_that_share_bytes_leave_each_other_alone(slots: list[int], data: st.DataObject) -> None:
+    """Tokens j and j + 8 of an int4 page, in one write or in two, in any order, over what was there before."""
+    pages = PagedKV(SHAPE, 2, "int4").layer(0)
+    everything = torch.arange(2 * BLOCK_SIZE)
+    old = torch.randint(-7, 8, (2 * BLOCK_SIZE, 3, 12)).float()
+    new = torch.randint(-7, 8, (2 * BLOCK_SIZE, 3, 12)).float()
+    old[..., 0] = new[..., 0] = 7.0
+    write_kv(pages, everything, old, -old)
+    cut = data.draw(st.integers(0, len(slots)))
+    for part in (slots[:cut], slots[cut:]):
+        write_kv(pages, torch.tensor(part, dtype=torch.int64), new[part], -new[part])
+    old[slots] = new[slots]
+    k, v = read_kv(pages, torch.arange(2), 2 * BLOCK_SIZE)
+    assert torch.equal(k.transpose(0, 1), old)
+    assert torch.equal(v.transpose(0, 1), -old)
+
+
+@pytest.mark.parametrize("kv_format", QUANTIZED)
+def test_a_rewritten_slot_forgets_its_scale(kv_format: str) -> None:
+    """A block that is used again: a large token replaced by a small one keeps all bits of the small one."""
+    pages = PagedKV(SHAPE, 1, kv_format).layer(0)
+    slot, small = torch.tensor([5]), torch.full((1, 3, 12), 1e-3)
     write_kv(pages, slot, small * 1e6, small * 1e6)
     write_kv(pages, slot, small, small)
     k, _ = read_kv(pages, torch.tensor([0]), 6)
@@ -79,10 +109,11 @@ def test_a_rewritten_slot_forgets_its_scale() -> None:
     assert not k[:, :5].any()
 
 
-def test_a_number_that_is_not_finite_is_not_hidden() -> None:
+@pytest.mark.parametrize("kv_format", QUANTIZED)
+def test_a_number_that_is_not_finite_is_not_hidden(kv_format: str) -> None:
     """Codes cannot hold it; a finite page would turn a diverged forward into a plausible answer."""
-    pages = PagedKV(SHAPE, 1, "int8").layer(0)
-    k = torch.zeros(2, 3, 10)
+    pages = PagedKV(SHAPE, 1, kv_format).layer(0)
+    k = torch.zeros(2, 3, 12)
     k[0, 0, 0], k[1, 1, 4] = torch.inf, torch.nan
     write_kv(pages, torch.tensor([0, 1]), k, k)
     for got in read_kv(pages, torch.tensor([0]), 2):
@@ -96,14 +127,15 @@ def test_bytes_per_block_are_the_bytes_allocated(kv_format: str) -> None:
     pages = PagedKV(SHAPE, 7, kv_format)
     tensors = [tensor for index in range(2) for tensor in pages.layer(index) if tensor is not None]
     assert PagedKV.bytes_per_block(SHAPE, kv_format) * 7 == sum(tensor.nbytes for tensor in tensors)
-    assert len(tensors) == (8 if kv_format == "int8" else 4)
+    assert len(tensors) == (8 if kv_format in QUANTIZED else 4)
 
 
 @given(st.sampled_from(FORMATS), st.integers(1, 5), st.integers(1, 9), st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
 def test_every_block_is_aligned_and_no_two_tensors_meet(kv_format: str, blocks: int, heads: int, half: int) -> None:
-    """C kernels load whole vectors at these addresses; an overlap would mix layers."""
-    pages = PagedKV(SimpleNamespace(num_layers=3, num_kv_heads=heads, head_dim=2 * half), blocks, kv_format)
+    """Kernels load whole vectors at these addresses; an overlap would mix layers."""
+    dim = (4 if kv_format == "int4" else 2) * half
+    pages = PagedKV(SimpleNamespace(num_layers=3, num_kv_heads=heads, head_dim=dim), blocks, kv_format)
     spans = []
     for index in range(3):
         for tensor in pages.layer(index):
@@ -130,6 +162,19 @@ def test_addresses_are_those_of_the_tensors(kv_format: str) -> None:
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
+def test_pages_elsewhere_are_the_same_and_have_no_addresses(kv_format: str) -> None:
+    """C that was given a GPU's address would crash; a tensor of another shape or place would do so on the GPU."""
+    here, there = PagedKV(SHAPE, 3, kv_format), PagedKV(SHAPE, 3, kv_format, device="meta")
+    for index in range(2):
+        for a, b in zip(here.layer(index), there.layer(index), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert (b.device.type, b.shape, b.stride(), b.dtype) == ("meta", a.shape, a.stride(), a.dtype)
+    with pytest.raises(ParameterError, match=r"(?s)addresses.*meta"):
+        there.addresses()
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
 def test_an_unused_pool_takes_no_memory(kv_format: str) -> None:
     """A pool of a gigabyte beside a model of a hundred megabytes: its first token may not cost more than its page."""
     shape = SimpleNamespace(num_layers=30, num_kv_heads=3, head_dim=64)
@@ -142,7 +187,9 @@ def test_an_unused_pool_takes_no_memory(kv_format: str) -> None:
 
 
 def test_unknown_formats_and_odd_blocks_are_refused() -> None:
-    with pytest.raises(ParameterError, match=r"(?s)bf16.*fp32, fp16, int8"):
+    with pytest.raises(ParameterError, match=r"(?s)bf16.*fp32, fp16, int8, int4"):
         PagedKV(SHAPE, 1, "bf16")
     with pytest.raises(ParameterError, match=r"(?s)int8.*1 KV heads of 5: 320 bytes.*128"):
         PagedKV(SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=5), 1, "int8")
+    with pytest.raises(ParameterError, match=r"(?s)int4 codes share.*heads of 5"):
+        PagedKV(SimpleNamespace(num_layers=1, num_kv_heads=4, head_dim=5), 1, "int4")
