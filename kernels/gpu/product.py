@@ -17,6 +17,7 @@ from nanokit.kernels.gpu.device import product as device
 from nanokit.kernels.gpu.pack import Packed
 
 PROGRAMS = 256  # that one tile of rows is cut into if there are columns enough: two for each processor of a large GPU
+ENOUGH = 256  # programs, from which on each of them adds up all ranges itself
 PER_PROGRAM = 64  # outputs that the number of ranges is reckoned with, whatever a block holds in the end
 LEAST_UNITS = 4  # of a range: less work than this is not worth a partial sum
 MOST_SPLITS = 8
@@ -49,8 +50,7 @@ def multiply(weights: Packed, x: Activations, ids: Tensor | None = None) -> Tens
     config = product_config(weights.kind, rows)
     splits = splits_of(weights.shape[0], weights.units)
     grid = (-(-outputs // config.block_n), -(-rows // config.block_m))
-    # Programs enough without cutting the columns: then one adds up all ranges.
-    whole = splits == 1 or grid[0] * grid[1] >= PROGRAMS
+    whole = splits == 1 or grid[0] * grid[1] >= ENOUGH
     parts = out if whole else torch.empty(splits, rows, outputs, dtype=torch.float32, device=seen.device)
     pointers = (
         seen, _or(x.scales, seen), _or(x.sums, seen), weights.codes, weights.scales, _or(weights.minimums, seen),

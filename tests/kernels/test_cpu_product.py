@@ -1,9 +1,6 @@
 """C products against fp64, for every format and mode, and bit for bit against themselves however they are cut.
 
-The bound. A product is one fma a step (two in formats with minimums) on terms that are exact whole numbers times
-rounded scales. With u = 2^-24, s steps and M = sum of (|scale code| + |minimum|) |x|, every fma adds at most u M, and
-the roundings inside the terms (scale times scale, a whole number beyond 2^24, the two roundings that a portable fma
-takes) at most 4 u M together: |error| <= (2 s + 4) u (M + |bias|). That is M / 150,000 at the sizes here.
+tests/products.py states the bound.
 """
 
 import hypothesis.strategies as st
@@ -11,52 +8,18 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from products import PEAK, activations, assert_product, layouts
 from stored import CODED, INTEGERS, columns_of, random_weights
-from torch import Tensor
 
 from nanokit.errors import ModelFileError, ParameterError
 from nanokit.kernels.activations import GROUPS, quantize
 from nanokit.kernels.cpu.bound import MODES
 from nanokit.kernels.cpu.library import Library
 from nanokit.kernels.cpu.ops import Linear
-from nanokit.kernels.packable import fits_four_bits
 from nanokit.quant.qtensor import QTensor
 
 FORMATS = [*CODED, *INTEGERS]
-PEAK = 2.5  # of static activations: some are beyond it
 properties = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def activations(rows: int, columns: int, seed: int) -> Tensor:
-    """Rows of different size, some groups all zero."""
-    noise = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, columns, generator=noise) * 2 ** (4 * torch.randn(rows, 1, generator=noise))
-    x.view(rows, -1, 16)[torch.rand(rows, columns // 16, generator=noise) < 0.1] = 0
-    return x
-
-
-def layouts(q: QTensor) -> list[bool]:
-    """Whether codes can lie in two planes, besides in one piece."""
-    return [False] if q.table is not None or fits_four_bits(q.code_range) else [False, True]
-
-
-def assert_product(q: QTensor, bias: np.ndarray | None, x: Tensor, mode: str, got: Tensor) -> None:
-    """See the module."""
-    seen = quantize(x, mode, PEAK)
-    a = seen.codes.double() * seen.scales.double().repeat_interleave(seen.group, 1)
-    values = torch.from_numpy(q.codes if q.table is None else q.table[q.codes]).double()
-    scaled = values * torch.from_numpy(q.scales).double().repeat_interleave(q.group, 1)
-    minimums = torch.zeros(1).double()
-    if q.minimums is not None:
-        minimums = torch.from_numpy(q.minimums).double().repeat_interleave(q.group, 1)
-    added = torch.zeros(len(values)) if bias is None else torch.from_numpy(bias)
-    expected = a @ (scaled + minimums).T + added
-    size = a.abs() @ (scaled.abs() + minimums.abs()).T + added.abs()
-    steps = x.shape[1] / (16 if q.group == 16 or mode == "a8g16" else 32)
-    assert got.dtype == torch.float32
-    assert got.shape == expected.shape
-    excess = (got - expected).abs() - (2 * steps + 4) * 2.0**-24 * size
-    assert excess.max() <= 0, (q.format, mode, tuple(x.shape), float(excess.max()))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from nanokit.engine.load import LoadedEngine
 from nanokit.kernels.activations import MODES
-from nanokit.kv.pages import DTYPES
+from nanokit.kernels.cpu.bound import KV_FORMATS
 from nanokit.lab.bench.limit import doubts, reader
 from nanokit.lab.bench.prefill import PrefillParams, prefill
 from nanokit.lab.bench.timing import Rounds, Samples, Visit, in_turns
@@ -48,7 +48,7 @@ class RooflineParams(Params):
 
     model: str = knob("", "GGUF file, folder of safetensors or hub name; empty is the default model")
     activations: str = knob("", "activation mode; empty is the engine's own choice")
-    kv_format: str = knob("fp16", "format of the KV pages", choices=tuple(DTYPES))
+    kv_format: str = knob("fp16", "format of the KV pages", choices=tuple(KV_FORMATS))
     rows: list[int] = knob(
         [], "rows of a forward", unit="rows", low=1, high=512,
         by_preset={"smoke": [1, 2, 4, 8], "quick": [1, 2, 3, 4, 6, 8, 12, 16, 32],

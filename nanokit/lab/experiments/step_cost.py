@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 
 from nanokit.kernels.activations import MODES
-from nanokit.kv.pages import DTYPES
+from nanokit.kernels.cpu.bound import KV_FORMATS
 from nanokit.lab.bench.limit import doubts, reader
 from nanokit.lab.bench.timing import Rounds, Samples, in_turns, milliseconds
 from nanokit.lab.bench.verify_cost import Context
@@ -32,7 +32,7 @@ class StepParams(Params):
     rows: int = knob(8, "rows of the forward", unit="rows", low=1, high=64)
     ctx: int = knob(64, "context before them", unit="tokens", low=64, high=4096, step=64)
     activations: str = knob("a8g32", "activation mode", choices=MODES)
-    kv_format: str = knob("fp16", "format of the KV pages", choices=tuple(DTYPES))
+    kv_format: str = knob("fp16", "format of the KV pages", choices=tuple(KV_FORMATS))
     repeats: int = knob(0, "rounds", low=2, high=50, by_preset={"smoke": 2, "quick": 5, "full": 15})
 
 
