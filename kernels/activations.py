@@ -113,7 +113,7 @@ def no_peaks(layers: int) -> Tensor:
 
 def note_peak(peaks: Tensor, place: int, x: Tensor) -> None:
     """Raise peaks[place] to the largest magnitude in x, if it is lower."""
-    peaks[place] = torch.maximum(peaks[place], x.abs().amax())
+    peaks[place] = torch.maximum(peaks[place], x.abs().amax().to(peaks.device))
 
 
 def checked_peaks(peaks: Tensor, layers: int) -> Tensor:
