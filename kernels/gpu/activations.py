@@ -18,7 +18,7 @@ from nanokit.kernels.gpu.runtime import checked, launch
 
 SUMMED = 16  # columns that share one of the sums
 STEP = 32  # columns of a unit of packed weights
-BLOCK_GROUPS, BLOCK_ROW = 1024, 4096  # columns that a program holds at a time
+BLOCK, BLOCK_ROW = 1024, 4096  # columns that a program holds at a time
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def quantize(x: Tensor, mode: str, peak: Tensor | None = None) -> Activations:
         return Activations(mode, x)
     made = allocate(mode, rows, columns, x.device)
     if mode in GROUPS:
-        block = min(BLOCK_GROUPS, triton.next_power_of_2(columns))
+        block = min(BLOCK, triton.next_power_of_2(columns))
         grid = rows, triton.cdiv(columns, block)
         launch(device.quantize_groups, grid, x, *outputs(made), rows, columns, *constants(mode), block)
         return made
@@ -80,13 +80,14 @@ def check_mode(mode: str) -> None:
 
 
 def allocate(mode: str, rows: int, columns: int, where: torch.device) -> Activations:
-    """Room for what a kernel writes; for mode fp32 that is x. Raises ParameterError for odd columns."""
+    """Room for what a kernel writes: x for mode fp32, codes, scales and sums for others. Raises ParameterError for
+    columns that these do not divide."""
+    if mode == "fp32":
+        return Activations(mode, torch.empty(rows, columns, dtype=torch.float32, device=where))
     if columns % STEP:
         raise ParameterError(
             "activations cannot be cut into whole units", found=f"{columns} columns", needed=f"a multiple of {STEP}"
         )
-    if mode == "fp32":
-        return Activations(mode, torch.empty(rows, columns, dtype=torch.float32, device=where))
     group = GROUPS.get(mode, columns)
     return Activations(
         mode,
@@ -98,10 +99,10 @@ def allocate(mode: str, rows: int, columns: int, where: torch.device) -> Activat
 
 
 def outputs(made: Activations) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What kernels take of it, in their order."""
+    """What quantizing kernels write, in their order."""
     return made.codes, made.scales, made.sums
 
 
 def constants(mode: str) -> tuple[int, int, int]:
-    """LIMIT, GROUP and PLANES of a group mode."""
-    return (LIMIT_A16, GROUPS[mode], 2) if mode == "a16" else (LIMIT, GROUPS[mode], 1)
+    """LIMIT, GROUP and PLANES of a group mode, or of fp32, whose GROUP is 0."""
+    return (LIMIT_A16, GROUPS[mode], 2) if mode == "a16" else (LIMIT, GROUPS.get(mode, 0), 1)

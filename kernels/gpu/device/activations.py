@@ -60,14 +60,27 @@ def store_groups(
     x, codes_ptr, scales_ptr, sums_ptr, row, first, rows, columns,
     LIMIT: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x [BLOCK], the columns of a row from `first` on, each GROUP by its own peak, and store all of it.
-    x beyond the last column has to be 0."""
+    """Quantize x [BLOCK], the columns of a row from `first` on, each GROUP by its own peak, and store all of it."""
     grouped = tl.reshape(x, [BLOCK // GROUP, GROUP])
     scale, inverse = scale_and_inverse(tl.max(magnitudes(grouped), axis=1), LIMIT)
     group = first // GROUP + tl.arange(0, BLOCK // GROUP)
     tl.store(scales_ptr + row * (columns // GROUP) + group, scale, mask=group < columns // GROUP)
     codes = tl.reshape(to_codes(grouped, inverse[:, None], LIMIT), [BLOCK])
     store_codes(codes, codes_ptr, sums_ptr, row, first, rows, columns, PLANES, BLOCK)
+
+
+@triton.jit
+def store_input(
+    x, x_ptr, codes_ptr, scales_ptr, sums_ptr, row, first, rows, columns,
+    LIMIT: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store x [BLOCK], the columns of a row from `first` on, as a product's input: as it is if GROUP is 0, or
+    quantized."""
+    if GROUP == 0:
+        column = first + tl.arange(0, BLOCK)
+        tl.store(x_ptr + row * columns + column, x, mask=column < columns)
+    else:
+        store_groups(x, codes_ptr, scales_ptr, sums_ptr, row, first, rows, columns, LIMIT, GROUP, PLANES, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
