@@ -4,8 +4,9 @@ How two backends are compared. A rounding difference of 1e-7 in a norm moves a n
 codes now and then; that code differs by one, and from there on the row by part of what quantization costs it. So
 equality to float rounding holds for every row in which no code tipped over, and for no other. With eight bits that is
 nearly every row of a short text: asserted are 85 % to 1e-5 of the logits' spread, and the mean of all to a fifth of the
-mode's own effect. (`tensor` scales a whole step by one number, whose last bit touches every row: there the mean only.)
-In a16 some code tips over in every row, and each is a 65,000th: asserted is 1e-3.
+mode's own effect; of the few rows that an interpreter has time for, where chance has more to say, half, and the effect
+itself. (`tensor` scales a whole step by one number, whose last bit touches every row: there the mean only.) In a16 some
+code tips over in every row, and each is a 65,000th: asserted is 1e-3.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,12 +87,15 @@ def plan_all(bound: Any, texts: list[list[int]], pages: PagedKV) -> object:
     return bound.plan(Batch([token for text in texts for token in text], lengths, lengths, tables), pages)
 
 
-def logits_of(bound: Any, config: object, texts: list[list[int]], kv_format: str = "fp32") -> Tensor:
-    pages = PagedKV(config, len(texts) * -(-max(map(len, texts)) // BLOCK_SIZE), kv_format)
-    return bound.logits(bound.run(plan_all(bound, texts, pages)))
+def logits_of(
+    bound: Any, config: object, texts: list[list[int]], kv_format: str = "fp32", device: torch.device | str = "cpu"
+) -> Tensor:
+    """On the CPU, of every token."""
+    pages = PagedKV(config, len(texts) * -(-max(map(len, texts)) // BLOCK_SIZE), kv_format, device)
+    return bound.logits(bound.run(plan_all(bound, texts, pages))).cpu()
 
 
-def assert_equals_the_reference(got: Tensor, wanted: Tensor, plain: Tensor, mode: str) -> None:
+def assert_equals_the_reference(got: Tensor, wanted: Tensor, plain: Tensor, mode: str, *, few: bool = False) -> None:
     """Logits of a backend against the reference's in the same mode, and in fp32 (plain); see the module."""
     assert got.shape == wanted.shape
     error, effect, size = (got - wanted).abs(), (wanted - plain).abs(), plain.std()
@@ -101,9 +105,9 @@ def assert_equals_the_reference(got: Tensor, wanted: Tensor, plain: Tensor, mode
         assert error.max() < 1e-3 * size
         assert (got - plain).abs().mean() < 1e-4 * size
     else:
-        assert error.mean() < 0.2 * effect.mean(), mode
+        assert error.mean() < (1.0 if few else 0.2) * effect.mean(), mode
         if mode != "tensor":
-            assert (error.amax(1) < 1e-5 * size).float().mean() > 0.85, mode
+            assert (error.amax(1) < 1e-5 * size).float().mean() > (0.45 if few else 0.85), mode
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Where the Triton kernels run: compiled on a GPU, or one program after the other in Triton's interpreter.
 
 A process does one of the two. `TRITON_INTERPRET` decides if it is set (1: interpreter, 0: compiled), else whether torch
-sees a GPU: kernels are made when their modules are imported, and the variable stays set for Triton's own functions,
-which are made then too. In the interpreter tensors lie in ordinary memory and every operation is numpy's, so that all
-code around the kernels, and their indexing, masks and order, run where there is no GPU. It does not show what only
-a compiler finds out (ahead.py does), nor how fast anything is.
+sees a GPU: kernels are made when their modules are imported, and the variable stays set for what Triton asks later. In
+the interpreter tensors lie in ordinary memory and every operation is numpy's, so that all code around the kernels, and
+their indexing, masks and order, run where there is no GPU. It does not show what only a compiler finds out (ahead.py
+does), nor how fast anything is.
 
 Rejected: choosing at each launch. Functions that kernels call are bound when they are made, Triton's own as well.
 """
@@ -39,19 +39,27 @@ if INTERPRETED:
 
 try:
     import triton.language as tl
+    from triton.language import random, standard
     from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
 except ImportError as error:
     raise NoGpuError(
         "the GPU kernels need Triton", found=str(error), do="pip install triton (on Linux; there is none elsewhere)"
     ) from error
 
-if isinstance(tl.sum, InterpretedFunction) != INTERPRETED:
+if INTERPRETED and isinstance(tl.sum, JITFunction):
+    # Somebody, transformers for one, imported Triton before the variable was set. Its own functions are made again, the
+    # same one wherever it stands; without a GPU nobody can have a use for the compiled ones.
+    made: dict[int, InterpretedFunction] = {}
+    for module in (standard, random, tl):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                setattr(module, name, made.setdefault(id(value), InterpretedFunction(value.fn)))
+elif not INTERPRETED and isinstance(tl.sum, InterpretedFunction):
     raise NoGpuError(
-        "Triton was imported before nanokit.kernels.gpu, and for the other way of running",
-        found="compiled functions" if INTERPRETED else "interpreted functions",
-        needed="interpreted ones" if INTERPRETED else "compiled ones",
-        do=f"set TRITON_INTERPRET={int(INTERPRETED)} before Python starts",
-    )
+        "Triton was imported before nanokit.kernels.gpu, to interpret kernels",
+        needed="compiled ones", do="set TRITON_INTERPRET=0 before Python starts",
+    )  # fmt: skip
 
 # Set by ahead.py: called with kernel, grid, arguments and options, compiles on a machine without a GPU.
 instead_of_running: Callable[[Any, Sequence[int], Sequence[Any], dict[str, Any]], None] | None = None
