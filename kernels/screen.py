@@ -139,14 +139,14 @@ def screened_argmax(
         middle, upper = screen.upper(proxy[row], reach)
         scale = None if temperature is None else temperature[row]
         plus = None if added is None else added[row]
-        first = _score(middle, scale, plus).topk(min(FIRST, len(middle))).indices
+        first = score(middle, scale, plus).topk(min(FIRST, len(middle))).indices
         logits = torch.full_like(middle, -torch.inf)
         logits[first] = exact(row, first)
-        left = _score(upper, scale, plus) >= _score(logits, scale, plus)[first].max()
+        left = score(upper, scale, plus) >= score(logits, scale, plus)[first].max()
         left[first] = False
         rest = left.nonzero()[:, 0]
         logits[rest] = exact(row, rest)
-        scores = _score(logits, scale, plus)
+        scores = score(logits, scale, plus)
         best = int(scores.argmax())
         undrawable = not bool((logits < torch.inf).all()) or bool(scores[best] == -torch.inf)
         answers.append(-1 if undrawable else best)
@@ -154,8 +154,9 @@ def screened_argmax(
     return torch.tensor(answers, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
 
 
-def _score(logits: Tensor, temperature: Tensor | None, added: Tensor | None) -> Tensor:
-    """No NaN: a masked id whose logit / temperature is infinite, and a logit that is none, score -inf."""
+def score(logits: Tensor, temperature: Tensor | None, added: Tensor | None) -> Tensor:
+    """logit / temperature + added, each where given. Never NaN: what is no number, as a masked id's sum of two
+    infinities, scores -inf."""
     scores = logits if temperature is None else logits / temperature
     scores = scores if added is None else scores + added
     return torch.where(scores.isnan(), -torch.inf, scores)

@@ -23,7 +23,7 @@ FEW = 15  # candidates that come back in the first copy; nearly always there is 
 def argmax_rows(logits: Tensor) -> Tensor:
     """The id of each row's largest logit, int64 [n] on the device: the lowest among equals, -1 for a row that cannot be
     drawn from. logits: fp32 [n, V], ids side by side, rows any distance apart. Raises ParameterError for others."""
-    rows, size = _checked(logits, 2).shape
+    rows, size = checked_logits(logits, 2).shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
@@ -41,7 +41,7 @@ class Selection:
 
     def argmax(self, logits: Tensor) -> int:
         """See kernels/selection.py."""
-        return int(argmax_rows(_checked(logits, 1)[None])[0])
+        return int(argmax_rows(checked_logits(logits, 1)[None])[0])
 
     def values(self, logits: Tensor, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """See kernels/selection.py."""
@@ -76,7 +76,7 @@ class Selection:
         ids: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
         """See kernels/selection.py; nearly always one."""
-        row = _checked(logits, 1)
+        row = checked_logits(logits, 1)
         size = len(row) if ids is None else len(ids)
         if size == 0:
             return np.empty(0, np.int64)
@@ -117,7 +117,7 @@ def _signed(word: int) -> int:
     return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
 
 
-def _checked(logits: Tensor, dimensions: int) -> Tensor:
+def checked_logits(logits: Tensor, dimensions: int) -> Tensor:
     """Logits that the kernels may read, who take what lies there."""
     where = runtime.device()
     fits = logits.ndim == dimensions and logits.dtype is torch.float32 and logits.device.type == where.type
