@@ -18,7 +18,7 @@ from nanokit.errors import ParameterError
 from nanokit.kernels.activations import checked_peaks, not_calibrated, note_peak
 from nanokit.kernels.gpu import runtime
 from nanokit.kernels.gpu.activations import Activations, quantize
-from nanokit.kernels.gpu.attention import attention
+from nanokit.kernels.gpu.attention import attention, tile_rows
 from nanokit.kernels.gpu.pack import Packed, pack
 from nanokit.kernels.gpu.product import multiply, rows_of
 from nanokit.kernels.gpu.rope import rotate_and_store
@@ -67,6 +67,7 @@ class Bound:
         self._embedding = _packed(weights.embedding)
         self._head = self._embedding if weights.head is None else _linear(weights.head)
         self._final_norm = _vector(weights.final_norm)
+        self._tile_rows = tile_rows(config.num_heads, config.num_kv_heads)
         self._rotation = Rotation(config.rope.inverse_frequencies(config.head_dim), device=runtime.device())
         self.peaks: Tensor | None = None
         self._device_peaks: Tensor | None = None
@@ -84,7 +85,7 @@ class Bound:
 
     def plan(self, batch: "Batch", pages: "Pages") -> Plan:
         """Resolve positions, slots, tiles and pages of a step. Sequences without new tokens take no part in it."""
-        step = make_step(batch, pages.block_size, self._tile_rows(len(batch.token_ids)), runtime.device())
+        step = make_step(batch, pages.block_size, self._tile_rows, runtime.device())
         self._rotation = rotation = self._rotation.reaching(step.longest)
         return Plan(step, rotation.cos[step.positions], rotation.sin[step.positions], pages)
 
@@ -150,11 +151,6 @@ class Bound:
 
     def _matrices(self) -> list[Packed]:
         return [*(matrix for layer in self._layers for matrix in layer.matrices), self._head]
-
-    def _tile_rows(self, rows: int) -> int:
-        """Rows of a tile of attention: as many query heads share a KV head, so many fewer rows fill a dot."""
-        shared = self._config.num_heads // self._config.num_kv_heads
-        return max(1, (16 if rows <= 64 else 64) // shared)
 
     def _peak(self, place: int, mode: str) -> Tensor | None:
         """Of static activations: fp32 [1]."""

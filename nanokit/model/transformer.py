@@ -91,8 +91,7 @@ class OpenedModel:
                 do='leave out mapped, or use device="cpu"',
             )  # fmt: skip
         gpu.require(device)
-        with naming(self.source.name):
-            gpu.check(self.config, self.weights)
+        gpu.check(self.config, self.weights)
 
     def _fallback(self) -> cpu.NoKernelsError | None:
         try:
@@ -119,10 +118,16 @@ class OpenedModel:
         return sizes.dense if self.resident else sizes.mapped
 
     def bind(self) -> BoundModel:
-        """Read and bind the weights. Says so once when the reference has to stand in for the C kernels."""
+        """Read and bind the weights. Says so once when the reference has to stand in for the C kernels, and when an
+        interpreter is asked for."""
         if self.on_gpu:
             from nanokit.kernels import gpu
 
+            if self.device.type != "cuda":
+                warnings.warn(
+                    f"{self.source.name} runs in Triton's interpreter, which is there to read and test the GPU's kernels: "
+                    "a token of a real model takes it minutes", stacklevel=2,
+                )  # fmt: skip
             return gpu.bind(self.config, self.weights, activations=self.activations)
         if self.compiled:
             return cpu.bind(self.config, self.weights, activations=self.activations)
