@@ -125,8 +125,8 @@ class OpenedModel:
 
             if self.device.type != "cuda":
                 warnings.warn(
-                    f"{self.source.name} runs in Triton's interpreter, which is there to read and test the GPU's kernels:"
-                    " a token of a real model takes it minutes",
+                    f"{self.source.name} runs in Triton's interpreter, which is there to read and test the GPU's "
+                    "kernels: a token of a real model takes it minutes",
                     stacklevel=2,
                 )  # fmt: skip
             return gpu.bind(self.config, self.weights, activations=self.activations)
