@@ -90,6 +90,7 @@ class _StraightThrough(torch.autograd.Function):
         upstream = upstream.contiguous()
         if upstream.data_ptr() % ALIGNMENT:
             upstream = upstream.clone()
+        checked("the gradient", upstream, torch.float32, (-1, -1))
         out = torch.empty_like(upstream)
         launch(device.pass_through, (triton.cdiv(len(bits), BYTES),), upstream, bits, out, out.numel(), BYTES)
         return out, None, None, None, None, None

@@ -60,6 +60,18 @@ def test_the_values_are_the_formats(kind: str, group: int | None, rows: int, dat
     assert same(fake_quantize(w, fmt, scales, None if fmt.symmetric else minimums), quantized(w, fmt))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_beside_ties(kind: str) -> None:
+    """Half steps rounded to fp32, which lie a hair off the tie: dividing in fp32 takes many of them for ties."""
+    fmt, rng = integer_format(f"{kind}-g16"), np.random.default_rng(5)
+    lowest, highest = fmt.code_range
+    scale = rng.uniform(0.001, 0.002, (400, 1)).astype(np.float32)
+    codes = rng.integers(lowest, highest, (400, 16)) + 0.5
+    codes[:, 0], codes[:, 1] = lowest, highest
+    w = torch.from_numpy((codes * scale).astype(np.float32))
+    assert same(fake_quantize(w, fmt), quantized(w, fmt))
+
+
 @given(st.sampled_from(KINDS), st.sampled_from([3, 16]), st.data())
 @settings(max_examples=200, deadline=None)
 def test_given_ranges_clamp_codes_and_block_what_lies_beyond(kind: str, group: int, data: st.DataObject) -> None:
@@ -166,6 +178,17 @@ def test_what_is_not_finite_comes_out_as_nan(kind: str, bad: float) -> None:
     assert fake_quantize(w, fmt, scales, minimums).isnan().nonzero()[:, 1].tolist() == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize(
+    ("scale", "minimum", "spans"), [(1e37, 3.3e38, False), (3e37, -3e38, False), (1e37, 1e38, True)]
+)
+def test_ranges_that_reach_beyond_fp32(scale: float, minimum: float, spans: bool) -> None:
+    """The highest code's value, or the product before the minimum is added, would be infinite; codes that stay below
+    would be fine, and the group a mixture."""
+    w = torch.full((1, 4), minimum)
+    value = fake_quantize(w, integer_format("int4-asym-g4"), torch.tensor([[scale]]), torch.tensor([[minimum]]))
+    assert same(value, w if spans else torch.full_like(w, torch.nan))
+
+
 def test_views_and_gradients_of_any_layout() -> None:
     """A transposed weight and an upstream gradient that is one number, expanded."""
     fmt = integer_format("int4-asym-g4")
@@ -176,6 +199,12 @@ def test_views_and_gradients_of_any_layout() -> None:
     value.sum().backward()
     assert turned.grad is not None
     assert turned.grad.eq(1).all()
+
+
+def test_a_minimum_of_zero_has_one_sign() -> None:
+    """As the format has it: which of two zeros is the smallest is chance, and files are compared by their bytes."""
+    _, minimums = ranges(torch.full((1, 4), -0.0), integer_format("int4-asym-g4"))
+    assert not minimums.signbit().any()
 
 
 def test_no_second_derivatives() -> None:

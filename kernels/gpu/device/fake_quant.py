@@ -53,7 +53,7 @@ def quantize(
             scale = (tl.maximum(tl.abs(low64), tl.abs(high64)) / HIGHEST).to(tl.float32)
         else:
             scale = ((high64 - low64) / (HIGHEST - LOWEST)).to(tl.float32)
-            minimum = (low64 - LOWEST * scale.to(tl.float64) + 0.0).to(tl.float32)
+            minimum = (low64 - LOWEST * scale.to(tl.float64)).to(tl.float32)
     scale64, minimum64 = scale.to(tl.float64), minimum.to(tl.float64)
     lower, upper = LOWEST * scale64, HIGHEST * scale64
     spanned = _within(lower) & _within(upper) & _within(lower + minimum64) & _within(upper + minimum64) & (scale >= 0)
@@ -66,7 +66,7 @@ def quantize(
         w = tl.load(w_ptr + index[:, None] * GROUP + columns[None, :], mask=there, other=0.0)
         steps = (w.to(tl.float64) - minimum64[:, None]) / divisor[:, None]
         steps = tl.where((scale == 0)[:, None], 0.0, steps)
-        code = (steps + ROUNDING) - ROUNDING + 0.0
+        code = (steps + ROUNDING) - ROUNDING  # zero comes out as 0.0, never -0.0
         beyond = (code < LOWEST) | (code > HIGHEST)
         code = tl.minimum(tl.maximum(code, LOWEST), HIGHEST).to(tl.float32)
         value = code * scale[:, None] + minimum[:, None]

@@ -44,6 +44,32 @@ def check(w: Tensor, fmt: IntegerFormat, scales: Tensor | None = None, minimums:
         assert same(gpu.fake_quantize(ours, fmt, *there), expected)
 
 
+@pytest.mark.parametrize("name", ["int4-sym-g48", "int8-asym-g192", "int4-asym-channel"])
+def test_nothing_is_written_beyond_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last program has groups to spare and each group columns: what it wrote there would be another's weights."""
+    guarded: list[tuple[Tensor, int]] = []
+
+    def allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        whole = torch.full((size + 8192,), 77, dtype=dtype, device=device)
+        guarded.append((whole, size))
+        return whole[:size]
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch, "empty_like", lambda x: allocate(x.numel(), x.dtype, x.device).view_as(x))
+    w = torch.randn(3, 576 if name != "int4-asym-channel" else 1040).to(device()).requires_grad_()
+    gpu.fake_quantize(w, integer_format(name)).square().sum().backward()
+    assert [(whole.dtype, size) for whole, size in guarded] == [
+        (torch.float32, w.numel()),
+        (torch.uint8, w.numel() // 8),
+        (torch.float32, w.numel()),
+    ]
+    assert all(whole[size:].eq(77).all() for whole, size in guarded)
+    guarded.clear()
+    with torch.no_grad():
+        gpu.fake_quantize(w, integer_format(name))
+    assert [size for _, size in guarded] == [w.numel(), 0]  # no bits where nothing is to be differentiated
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, IntegerFormat, Tensor | None, Tensor | None]:
     """Rows of several kinds: noise, ties, a range so narrow that the minimum's own rounding is many steps, extremes;
@@ -92,26 +118,21 @@ def test_rows_longer_than_a_block(kind: str, columns: int) -> None:
     check(w, fmt, torch.full((3, 1), 0.02), None if fmt.symmetric else torch.full((3, 1), -0.1))
 
 
-@pytest.mark.parametrize("name", ["int4-sym-g48", "int8-asym-g192", "int4-asym-channel"])
-def test_nothing_is_written_beyond_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last program has groups to spare and each group columns: what it wrote there would be another's weights."""
-    guarded: list[tuple[Tensor, int]] = []
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [48, 80, 96, 192])
+def test_idle_lanes_are_no_weights(kind: str, group: int) -> None:
+    """Groups on one side of zero: a zero of the lanes beside them would be their lowest, or their highest, weight."""
+    w = torch.stack((torch.rand(2 * group) + 1, -1 - torch.rand(2 * group)))
+    check(w, integer_format(f"{kind}-g{group}"))
 
-    def allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        whole = torch.full((size + 8192,), 77, dtype=dtype, device=device)
-        guarded.append((whole, size))
-        return whole[:size]
 
-    monkeypatch.setattr(torch, "empty", allocate)
-    monkeypatch.setattr(torch, "empty_like", lambda x: allocate(x.numel(), x.dtype, x.device).view_as(x))
-    w = torch.randn(3, 576 if name != "int4-asym-channel" else 1040).to(device()).requires_grad_()
-    gpu.fake_quantize(w, integer_format(name)).square().sum().backward()
-    assert [(whole.dtype, size) for whole, size in guarded] == [
-        (torch.float32, w.numel()),
-        (torch.uint8, w.numel() // 8),
-        (torch.float32, w.numel()),
-    ]
-    assert all(whole[size:].eq(77).all() for whole, size in guarded)
+@pytest.mark.parametrize(("scale", "minimum"), [(1e37, 3.3e38), (3e37, -3e38), (1e37, 1e38)])
+def test_ranges_that_reach_beyond_fp32(scale: float, minimum: float) -> None:
+    """Both ways of the contract's test, and one that does not; the symmetric one beside."""
+    w = torch.full((1, 16), minimum)
+    check(w, integer_format("int4-asym-g16"), torch.tensor([[scale]]), torch.tensor([[minimum]]))
+    check(w, integer_format("int8-sym-g16"), torch.tensor([[scale]]))
+    check(w, integer_format("int8-sym-g16"), torch.tensor([[scale / 10]]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,6 +157,15 @@ def test_upstream_gradients_of_any_layout() -> None:
         gpu.fake_quantize(w, fmt).backward(gradient.to(device()))
         assert w.grad is not None
         assert torch.equal(w.grad.cpu(), gradient)
+
+
+def test_no_second_derivatives() -> None:
+    """As the contract: they would be zero without a word."""
+    w = torch.randn(2, 16, device=device(), requires_grad=True)
+    value = gpu.fake_quantize(w, integer_format("int4-sym-g16")).square().sum()
+    (gradient,) = torch.autograd.grad(value, w, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 def test_what_the_kernel_does_not_take_is_refused() -> None:
