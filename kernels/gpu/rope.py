@@ -61,6 +61,8 @@ def _checked_pages(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int]:
     """The pages as the kernel takes them, and the tokens of a block. Keys of int4 come as words, for what is atomic."""
     keys, values, key_scales, value_scales = pages
+    if keys.dtype not in LIMITS:
+        raise ParameterError("no kernel writes such pages", found=keys.dtype, needed=", ".join(map(str, LIMITS)))
     packed = 2 if keys.dtype == torch.uint8 else 1
     blocks, _, groups, _, _ = checked(
         "the pages' keys", keys, keys.dtype, (-1, kv_heads, -1, dim, LANES // packed)
