@@ -14,20 +14,19 @@ from nanokit.kernels.gpu import runtime
 from nanokit.kernels.gpu.activations import Activations
 from nanokit.kernels.gpu.configs import product_config
 from nanokit.kernels.gpu.device import product as device
-from nanokit.kernels.gpu.pack import Packed
+from nanokit.kernels.gpu.pack import TIMES, Packed
 
-PROGRAMS = 256  # that one tile of rows is cut into if there are columns enough: two for each processor of a large GPU
-ENOUGH = 256  # programs, from which on each of them adds up all ranges itself
+PROGRAMS = 768  # that one tile of rows is cut into if there are columns enough: some for each processor of a large GPU
 PER_PROGRAM = 64  # outputs that the number of ranges is reckoned with, whatever a block holds in the end
 LEAST_UNITS = 4  # of a range: less work than this is not worth a partial sum
-MOST_SPLITS = 8
+ENOUGH = 512  # programs, from which on each of them adds up all ranges itself
 FOLDED, UNPACKED = 256, 8  # outputs of a program of `fold`; units of a program of `unpack`
 
 
 def splits_of(outputs: int, units: int) -> int:
     """Ranges that a matrix' columns are cut into: by its shape alone, so that every product with it adds alike."""
-    wanted = PROGRAMS * PER_PROGRAM // max(outputs, 1)
-    return max(1, min(wanted, units // LEAST_UNITS, MOST_SPLITS))
+    wanted = max(1, PROGRAMS * PER_PROGRAM // max(outputs, 1))
+    return -(-units // max(LEAST_UNITS, -(-units // wanted)))
 
 
 def multiply(weights: Packed, x: Activations, ids: Tensor | None = None) -> Tensor:
@@ -59,14 +58,14 @@ def multiply(weights: Packed, x: Activations, ids: Tensor | None = None) -> Tens
     flags = (weights.bias is not None, ids is not None, splits)
     runtime.launch(
         device.product, (*grid, 1 if whole else splits), *pointers, parts, rows, outputs, columns, weights.units,
-        weights.codes.stride(0), weights.scales.shape[1], outputs, -(-weights.units // splits), weights.kind,
-        weights.zero, weights.group, x.group or 1, 0 if x.codes is None else len(x.codes),
-        2 if 16 in (weights.group, x.group) else 1, weights.minimums is not None, *flags, splits if whole else 1,
-        config.block_m, config.block_n, warps=config.warps, stages=config.stages,
+        weights.codes.stride(0), weights.scales.shape[1], -(-weights.units // splits), *_form(weights), x.group or 1,
+        0 if x.codes is None else len(x.codes), 2 if 16 in (weights.group, x.group) else 1,
+        weights.minimums is not None, *flags, splits if whole else 1, config.block_m, config.block_n,
+        warps=config.warps, stages=config.stages,
     )  # fmt: skip
     if not whole:
         fold = (-(-outputs // FOLDED), rows)
-        last = (_or(weights.bias, seen), _or(ids, seen), out, rows, outputs, outputs, *flags, FOLDED)
+        last = (_or(weights.bias, seen), _or(ids, seen), out, rows, outputs, *flags, FOLDED)
         runtime.launch(device.fold, fold, parts, *last)
     return out
 
@@ -79,10 +78,15 @@ def rows_of(weights: Packed, ids: Tensor) -> Tensor:
         runtime.launch(
             device.unpack, (len(ids), -(-weights.units // UNPACKED)), ids, weights.codes, weights.scales,
             _or(weights.minimums, weights.scales), _or(weights.table, weights.codes), out, weights.shape[1],
-            weights.units, weights.codes.stride(0), weights.scales.shape[1], weights.kind, weights.zero, weights.group,
+            weights.units, weights.codes.stride(0), weights.scales.shape[1], *_form(weights),
             weights.minimums is not None, UNPACKED,
         )  # fmt: skip
     return out
+
+
+def _form(weights: Packed) -> tuple[int, str | None, int, int, int]:
+    """The constants that say how codes are kept."""
+    return weights.kind, weights.lookup, TIMES[weights.kind], weights.added, weights.group
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
