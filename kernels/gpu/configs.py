@@ -16,4 +16,4 @@ def product_config(kind: int, rows: int) -> ProductConfig:
     """The configuration for weights of this kind (gpu.pack) and so many rows."""
     if rows <= 16:
         return ProductConfig(8 if rows <= 8 else 16, 64, 4, 4)
-    return ProductConfig(32, 64, 4, 3) if rows <= 32 else ProductConfig(64, 64, 8, 3)
+    return ProductConfig(32, 64, 4, 3) if rows <= 32 else ProductConfig(32, 128, 8, 3)

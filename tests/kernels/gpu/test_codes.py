@@ -1,5 +1,5 @@
-"""The PTX that takes nibbles apart, run by a few lines of Python on every byte: Triton's interpreter does not see it and
-no GPU is at hand, so that a shift too far would be found by whoever has one."""
+"""The PTX that takes nibbles apart, run by a few lines of Python on every byte: Triton's interpreter does not see it,
+and where there is no GPU nothing else would tell of a shift too far."""
 
 import re
 
