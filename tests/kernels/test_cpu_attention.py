@@ -5,9 +5,11 @@ from itertools import pairwise
 from random import Random
 
 import hypothesis.strategies as st
+import paged_text
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from paged_text import Text, blocks_of
 from torch import Tensor
 
 from nanokit.errors import ParameterError
@@ -34,44 +36,8 @@ HEADS = [
 properties = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@dataclass(frozen=True)
-class Text:
-    """One sequence: unrotated queries, keys and values of all its tokens, and its blocks."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    table: list[int]
-
-    def __len__(self) -> int:
-        return len(self.q)
-
-
-@dataclass(frozen=True)
-class World:
-    """A layer's shape (heads, kv heads, head dim), its pages and rotation."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    kv_format: str
-    seed: int
-    num_layers: int = 1
-
-    def text(self, length: int, table: list[int]) -> Text:
-        """The same numbers for the same length."""
-        noise = torch.Generator().manual_seed(self.seed + length)
-        q = 3 * torch.randn(length, self.num_heads, self.head_dim, generator=noise)
-        k, v = torch.randn(2, length, self.num_kv_heads, self.head_dim, generator=noise)
-        return Text(q, k, v, table)
-
-    def pages(self, texts: list[Text], stale: float = 0.0) -> PagedKV:
-        """Pages large enough for the texts, filled with what an earlier use left there."""
-        pages = PagedKV(self, 1 + max((b for text in texts for b in text.table), default=0), self.kv_format)
-        for tensor in pages.layer(0):
-            if tensor is not None:
-                tensor.fill_(stale if tensor.dtype.is_floating_point else 77)
-        return pages
+class World(paged_text.World):
+    """With the rotation that the operation does itself."""
 
     def rotation(self, length: int) -> tuple[Tensor, Tensor]:
         half = self.head_dim // 2
@@ -96,10 +62,6 @@ class World:
         return list(out.split(batch.query_lens))
 
 
-def _blocks(length: int) -> int:
-    return -(-length // BLOCK_SIZE)
-
-
 def _alone(world: World, kernels: Library, text: Text, stale: float = 0.0) -> Tensor:
     """The whole text in one step, nothing cut."""
     return world.step(kernels, world.pages([text], stale), [(text, 0, len(text))], threads=1)[0]
@@ -118,8 +80,8 @@ def test_equals_the_reference(kernels: Library, world: World, data: st.DataObjec
     """Wrong lanes, groups, head ratios, masks or scales: pages bit for bit, results against fp64 to float rounding."""
     texts, parts, used = [], [], 0
     for length in data.draw(st.lists(lengths, min_size=1, max_size=4)):
-        texts.append(world.text(length, data.draw(st.permutations(range(used, used + _blocks(length))))))
-        used += _blocks(length)
+        texts.append(world.text(length, data.draw(st.permutations(range(used, used + blocks_of(length))))))
+        used += blocks_of(length)
         parts.append((texts[-1], data.draw(st.one_of(st.integers(0, length), st.just(length - 1))), length))
     pages, expected = world.pages(texts), world.pages(texts)
     for text, first, _ in parts:
@@ -148,8 +110,8 @@ def test_a_row_is_the_same_bits_however_the_work_is_cut(
     """Chunks of the prompt, batch mates, places of pages, threads: anything that changed the order of a sum would show,
     and with it prefix hits, batching and verification would change the text."""
     draw = Random(chance)
-    blocks = draw.sample(range(1, 99), sum(map(_blocks, wanted)))
-    texts = [world.text(length, [blocks.pop() for _ in range(_blocks(length))]) for length in wanted]
+    blocks = draw.sample(range(1, 99), sum(map(blocks_of, wanted)))
+    texts = [world.text(length, [blocks.pop() for _ in range(blocks_of(length))]) for length in wanted]
     pages = world.pages(texts)
     pieces: list[list[Tensor]] = [[] for _ in texts]
     cuts = []
@@ -164,7 +126,7 @@ def test_a_row_is_the_same_bits_however_the_work_is_cut(
         for i, piece in zip(now, world.step(kernels, pages, parts, **options), strict=True):
             pieces[i].append(piece)
     for text, got in zip(texts, pieces, strict=True):
-        straight = Text(text.q, text.k, text.v, list(range(_blocks(len(text)))))
+        straight = Text(text.q, text.k, text.v, list(range(blocks_of(len(text)))))
         assert torch.equal(torch.cat(got), _alone(world, kernels, straight))
 
 
@@ -173,7 +135,7 @@ def test_a_row_is_the_same_bits_however_the_work_is_cut(
 def test_what_an_earlier_use_left_in_a_page_is_not_seen(kernels: Library, kv_format: str, length: int) -> None:
     """0 * NaN is NaN: a slot beyond the context that is read into the sums poisons the row."""
     world = World(9, 3, 64, kv_format, 5)
-    text = world.text(length, list(range(_blocks(length) + 1)))
+    text = world.text(length, list(range(blocks_of(length) + 1)))
     clean = _alone(world, kernels, text)
     assert clean.isfinite().all()
     for stale in (float("nan"), float("inf")):

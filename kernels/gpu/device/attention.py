@@ -129,10 +129,10 @@ def _chunk(
 
 @triton.jit
 def _fold(peak, total, acc, next_peak, next_total, next_acc):
-    """Two neighbouring parts of a softmax as one: peak, total [M], acc [M, D]."""
+    """Two neighbouring parts of a softmax as one: peak, total [M], acc [M, D]. Every row sees the first token, so that
+    at most one of the peaks is -inf."""
     top = tl.maximum(peak, next_peak)
-    base = tl.where(top == NOTHING, 0.0, top)
-    old, new = tl.exp2(peak - base), tl.exp2(next_peak - base)
+    old, new = tl.exp2(peak - top), tl.exp2(next_peak - top)
     return top, total * old + next_total * new, acc * old[:, None] + next_acc * new[:, None]
 
 
