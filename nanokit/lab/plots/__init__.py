@@ -15,6 +15,7 @@ from nanokit.lab.plots.house import (
     mark,
     show,
 )
+from nanokit.lab.plots.kernels_plot import backends, gains, promises, rounding
 from nanokit.lab.plots.noise_plot import noise, warmup
 from nanokit.lab.plots.product_plot import product
 from nanokit.lab.plots.roofline_plot import roofline, streaming, verification
@@ -29,14 +30,18 @@ __all__ = [
     "PALETTE",
     "WIDTH",
     "activation_cost",
+    "backends",
     "bars",
     "color",
     "figure",
+    "gains",
     "lines",
     "mark",
     "noise",
     "product",
+    "promises",
     "roofline",
+    "rounding",
     "show",
     "step_cost",
     "streaming",

@@ -28,6 +28,9 @@ METHODS = {
     "decode": ORANGE,
     "verification": GREEN,
     "reference": GREY,
+    "torch fp32": SKY,
+    "C": RED,
+    "Triton": PURPLE,
     "limit": GREY,
     "limit as stored": GREY,
 }

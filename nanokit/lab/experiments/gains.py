@@ -1,0 +1,121 @@
+"""What each backend gains: the time of a product by the number of rows, on a model's own matrices.
+
+All layers' matrices of a kind are walked through one after the other, as a forward does, so that a cache keeps no more
+of them than it would there. The backends take turns. Every product is a call from Python, which in a model's step it
+is not: C makes one call of a whole step. `torch fp32` multiplies with unrounded inputs and dequantized weights, what
+one would do without any of this; the reference rounds the inputs first and then does the same.
+"""
+
+import statistics
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nanokit.kernels.cpu.pack import Arena
+from nanokit.lab.backends import Side, interpreted, missing, sides
+from nanokit.lab.bench.timing import Rounds, Samples, Visit, in_turns, milliseconds
+from nanokit.lab.experiments.kernel_params import KernelsParams, KernelsResult, coded, matrices, notes, opened
+from nanokit.lab.lock import measuring
+from nanokit.lab.progress import Progress, Silent, stop_if
+from nanokit.lab.steadiness import remarks
+from nanokit.lab.table import Table
+
+BUDGET_S = {"smoke": 2.0, "quick": 12.0, "full": float("inf")}
+WALKS = 3  # of each in a round
+DENSE = "torch fp32"  # the reference's copy of the weights, inputs not rounded
+NO_SPEED = "interpreter: not a speed"
+
+
+@dataclass(frozen=True)
+class GainResult(KernelsResult):
+    """Series `<backend>_ms_of_<product>_at_<rows>`: milliseconds of one product, the mean over a walk."""
+
+    def timed(self) -> list[str]:
+        """What was timed, in the order of the table."""
+        return list(self.settings["timed"])
+
+    def ms(self, name: str, kind: str, rows: int) -> float:
+        return self.metrics[f"{name}_ms_of_{kind}_at_{rows}"]
+
+    def table(self) -> Table:
+        """Milliseconds of a product, how many times as fast as the reference, and bytes of weights a second."""
+        names, lines = self.timed(), []
+        for kind in self.asked.products:
+            for rows in self.asked.rows:
+                reference = self.ms("reference", kind, rows)
+                cells = [kind, str(rows)]
+                for name in names:
+                    ms = self.ms(name, kind, rows)
+                    speed = self.metrics[f"{name}_bytes_of_{kind}"] / ms / 1e6
+                    cells.append(f"{ms:.3f} ms, {reference / ms:.1f}x, {speed:.1f} GB/s")
+                lines.append([*cells, *self._others().values()])
+        columns = ("product", "rows", *names, *self._others())
+        return Table(columns, lines, right=columns[1:])
+
+    def _others(self) -> Mapping[str, str]:
+        """Columns of backends without a time."""
+        absent = dict.fromkeys(self.settings["missing"], "not here")
+        return absent | ({"Triton": NO_SPEED} if self.settings["triton_interpreted"] else {})
+
+
+def gains(p: KernelsParams, *, progress: Progress | None = None, cancel: threading.Event | None = None) -> GainResult:
+    """Time the products. Raises StoppedError when cancelled, BusyError, and what `nanokit.load` raises of a file."""
+    progress = progress or Silent()
+    metrics: dict[str, float] = {}
+    samples: Samples = {}
+    with measuring("products"), torch.inference_mode():
+        progress.start(1, "packing matrices")
+        source, weights = opened(p.model)
+        said = notes(each for kind in p.products for each in matrices(weights, kind))
+        for kind in p.products:
+            layers, arena = [], Arena()
+            for each in matrices(weights, kind):
+                stop_if(cancel)
+                layers.append([side for side in sides(coded(each), arena) if side.timed])
+            backends = {side.name: [layer[index] for layer in layers] for index, side in enumerate(layers[0])}
+            metrics |= {f"{name}_bytes_of_{kind}": sum(s.nbytes for s in each) / len(each)
+                        for name, each in backends.items()}  # fmt: skip
+            metrics[f"{DENSE}_bytes_of_{kind}"] = metrics[f"reference_bytes_of_{kind}"]
+            visits = {f"{kind}, {rows} rows": _visit(backends, p, kind, rows) for rows in p.rows}
+            budget = BUDGET_S[p.preset] / len(p.products)
+            turns = Rounds(p.repeats, budget, progress=progress, cancel=cancel).run(visits)
+            samples |= turns.samples
+            said += turns.remarks
+    metrics |= {name: statistics.median(values) for name, values in samples.items()}
+    settings = {
+        "model": source.name,
+        "timed": [DENSE, *backends],
+        "missing": missing(),
+        "triton_interpreted": interpreted(),
+        "threads": torch.get_num_threads(),
+    }
+    return GainResult(p, metrics, samples, settings, remarks=list(dict.fromkeys([*said, *remarks(samples)])))
+
+
+def _visit(backends: Mapping[str, Sequence[Side]], p: KernelsParams, kind: str, rows: int) -> Visit:
+    walks = {f"{DENSE}_ms_of_{kind}_at_{rows}": walk(backends["reference"], "fp32", rows)}
+    walks |= {f"{name}_ms_of_{kind}_at_{rows}": walk(each, p.activations, rows) for name, each in backends.items()}
+
+    def visit() -> Samples:
+        for each in walks.values():
+            each()
+        return in_turns(walks, WALKS)
+
+    return visit
+
+
+def walk(layers: Sequence[Side], mode: str, rows: int) -> Callable[[], float]:
+    """A function that multiplies with each of the matrices once and returns the milliseconds of one product."""
+    columns = layers[0].unpack(torch.zeros(1, dtype=torch.int64)).shape[1]
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    peak = float(x.abs().max()) if mode == "static" else None
+    products = [layer.product(x, mode, peak) for layer in layers]
+
+    def all_of_them() -> None:
+        for each in products:
+            each()
+        layers[0].finish()
+
+    return lambda: milliseconds(all_of_them) / len(products)
