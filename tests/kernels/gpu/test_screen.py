@@ -44,9 +44,12 @@ def both(q: QTensor, x: Tensor, **more: Tensor) -> tuple[list[int], list[int], T
     wanted, _ = contract.screened_argmax(screen, x, proxy, lambda row, ids: full[row, ids], **more)
     wide = torch.nn.functional.pad(proxy, (0, 3)).to(device())[:, :-3]  # rows apart from each other
     there, given_there = full.to(device()), {name: part.to(device()) for name, part in more.items()}
-    ids, counts = screened_argmax(
-        screen.to(device()), x.to(device()), wide, lambda row, ids: there[row, ids], **given_there
-    )
+
+    def exact(row: int, ids: Tensor) -> Tensor:
+        assert bool((ids.diff() > 0).all())
+        return there[row, ids]
+
+    ids, counts = screened_argmax(screen.to(device()), x.to(device()), wide, exact, **given_there)
     assert ids.dtype == counts.dtype == torch.int64
     left = counts.cpu() - -(-len(q.codes) // BLOCK)
     for row in range(len(x)):
