@@ -25,6 +25,12 @@ def runs_dir() -> Path:
     return Path(os.environ.get("NANOKIT_RUNS", "runs")).expanduser().resolve()
 
 
+def gpu_file(what: str, device: str) -> Path:
+    """Where the cache keeps what was measured on a GPU of this name. Not created here."""
+    name = "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
+    return cache_dir() / "gpu" / f"{what}-{name}.json"
+
+
 def _shipped(name: str) -> Path:
     for place in (PACKAGE.parent / name, PACKAGE / "_shipped" / name):
         if place.is_dir():
