@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanokit.kernels import activations
-from nanokit.lab.backends import Side
 from nanokit.lab.experiments.product import random_weights
+from nanokit.lab.sides import Side
 from nanokit.quant.formats import FORMATS as FORMATS_OF_FILES
 from nanokit.quant.qtensor import QTensor
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nanokit.kernels.activations import MODES
-from nanokit.lab.backends import Side, interpreted, missing, sides
-from nanokit.lab.bench.timing import Rounds, Samples, in_turns
+from nanokit.lab.bench.timing import PAUSE_S, Rounds, Samples
 from nanokit.lab.experiments.gains import NO_SPEED, walk
 from nanokit.lab.experiments.kernel_params import check_columns
 from nanokit.lab.lock import measuring
@@ -22,6 +21,7 @@ from nanokit.lab.oracle import FORMATS, bound, matrix, same_codes
 from nanokit.lab.params import Params, experiment_params, knob
 from nanokit.lab.progress import Progress, Silent
 from nanokit.lab.result import Result
+from nanokit.lab.sides import Side, interpreted, missing, sides
 from nanokit.lab.steadiness import remarks
 from nanokit.lab.table import Table
 
@@ -81,9 +81,8 @@ def backends(
             metrics[f"error_of_bound_{side.name}"] = max(samples[f"error_of_bound_{side.name}"])
             metrics[f"codes_equal_{side.name}"] = same_codes(side, x, p.activations, peak)
             metrics[f"bytes_{side.name}"] = side.nbytes
-        turns = Rounds(p.repeats, BUDGET_S[p.preset], progress=progress, cancel=cancel).run(
-            {"products": _visit([side for side in there if side.timed], p)}
-        )
+        visits = {side.name: _visit(side, p) for side in there if side.timed}
+        turns = Rounds(p.repeats, BUDGET_S[p.preset], PAUSE_S, progress=progress, cancel=cancel).run(visits)
     metrics |= {name: statistics.median(values) for name, values in turns.samples.items()}
     settings = {
         "backends": [side.name for side in there], "missing": missing(), "triton_interpreted": interpreted(),
@@ -93,12 +92,11 @@ def backends(
     )
 
 
-def _visit(there: list[Side], p: BackendsParams) -> Callable[[], Samples]:
-    walks = {f"{side.name}_ms": walk([side], p.activations, p.rows) for side in there}
+def _visit(side: Side, p: BackendsParams) -> Callable[[], Samples]:
+    multiply = walk([side], p.activations, p.rows)
 
     def visit() -> Samples:
-        for each in walks.values():
-            each()
-        return in_turns(walks, CALLS)
+        multiply()
+        return {f"{side.name}_ms": [multiply() for _ in range(CALLS)]}
 
     return visit

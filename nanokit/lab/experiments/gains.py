@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import torch
 
 from nanokit.kernels.cpu.pack import Arena
-from nanokit.lab.backends import Side, interpreted, missing, sides
-from nanokit.lab.bench.timing import Rounds, Samples, Visit, in_turns, milliseconds
+from nanokit.lab.bench.timing import PAUSE_S, Rounds, Samples, Visit, in_turns, milliseconds
 from nanokit.lab.experiments.kernel_params import KernelsParams, KernelsResult, coded, matrices, notes, opened
 from nanokit.lab.lock import measuring
 from nanokit.lab.progress import Progress, Silent, stop_if
+from nanokit.lab.sides import Side, interpreted, missing, sides
 from nanokit.lab.steadiness import remarks
 from nanokit.lab.table import Table
 
 BUDGET_S = {"smoke": 2.0, "quick": 12.0, "full": float("inf")}
-WALKS = 3  # of each in a round
+WALKS = 2  # of each in a round
 DENSE = "torch fp32"  # the reference's copy of the weights, inputs not rounded
 NO_SPEED = "interpreter: not a speed"
 
@@ -68,19 +68,21 @@ def gains(p: KernelsParams, *, progress: Progress | None = None, cancel: threadi
     with measuring("products"), torch.inference_mode():
         progress.start(1, "packing matrices")
         source, weights = opened(p.model)
-        said = notes(each for kind in p.products for each in matrices(weights, kind))
+        said = notes(each for kind in p.products for each in matrices(weights, kind, p.layers))
         for kind in p.products:
             layers, arena = [], Arena()
-            for each in matrices(weights, kind):
+            for each in matrices(weights, kind, p.layers):
                 stop_if(cancel)
                 layers.append([side for side in sides(coded(each), arena) if side.timed])
             backends = {side.name: [layer[index] for layer in layers] for index, side in enumerate(layers[0])}
             metrics |= {f"{name}_bytes_of_{kind}": sum(s.nbytes for s in each) / len(each)
                         for name, each in backends.items()}  # fmt: skip
             metrics[f"{DENSE}_bytes_of_{kind}"] = metrics[f"reference_bytes_of_{kind}"]
-            visits = {f"{kind}, {rows} rows": _visit(backends, p, kind, rows) for rows in p.rows}
+            visits = {f"{kind}, {DENSE}": _visit(backends["reference"], DENSE, "fp32", kind, p.rows)}
+            visits |= {f"{kind}, {name}": _visit(each, name, p.activations, kind, p.rows)
+                       for name, each in backends.items()}  # fmt: skip
             budget = BUDGET_S[p.preset] / len(p.products)
-            turns = Rounds(p.repeats, budget, progress=progress, cancel=cancel).run(visits)
+            turns = Rounds(p.repeats, budget, PAUSE_S, progress=progress, cancel=cancel).run(visits)
             samples |= turns.samples
             said += turns.remarks
     metrics |= {name: statistics.median(values) for name, values in samples.items()}
@@ -94,9 +96,10 @@ def gains(p: KernelsParams, *, progress: Progress | None = None, cancel: threadi
     return GainResult(p, metrics, samples, settings, remarks=list(dict.fromkeys([*said, *remarks(samples)])))
 
 
-def _visit(backends: Mapping[str, Sequence[Side]], p: KernelsParams, kind: str, rows: int) -> Visit:
-    walks = {f"{DENSE}_ms_of_{kind}_at_{rows}": walk(backends["reference"], "fp32", rows)}
-    walks |= {f"{name}_ms_of_{kind}_at_{rows}": walk(each, p.activations, rows) for name, each in backends.items()}
+def _visit(layers: Sequence[Side], name: str, mode: str, kind: str, rows: Sequence[int]) -> Visit:
+    """One backend's walks at every number of rows. Backends are not mixed in a visit: see bench/timing.py on threads
+    that go on spinning."""
+    walks = {f"{name}_ms_of_{kind}_at_{count}": walk(layers, mode, count) for count in rows}
 
     def visit() -> Samples:
         for each in walks.values():

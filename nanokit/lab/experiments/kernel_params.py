@@ -43,6 +43,10 @@ class KernelsParams(Params):
         [], "products of the model that are timed, each walked through in all layers", choices=KINDS,
         by_preset={"smoke": ["up"], "quick": ["up", "head"], "full": ["q", "k", "up", "down", "head"]},
     )  # fmt: skip
+    layers: int = knob(
+        0, "layers of the model that are timed, packed and rounded, at most", unit="layers", low=1, high=200,
+        by_preset={"smoke": 3, "quick": 200, "full": 200},
+    )  # fmt: skip
     rows: list[int] = knob(
         [], "rows of the timed products", unit="rows", low=1, high=256,
         by_preset={"smoke": [1, 4, 16], "quick": [1, 2, 4, 8, 16, 32, 64],
@@ -87,11 +91,11 @@ def opened(model: str) -> tuple[ModelSource, Weights]:
     return source, find_weights(source.config, source)
 
 
-def matrices(weights: Weights, kind: str) -> list[Matrix]:
-    """The matrices of this kind, a layer each; of the head one, the embedding where that is the head."""
+def matrices(weights: Weights, kind: str, layers: int) -> list[Matrix]:
+    """The matrices of this kind in the first so many layers; of the head one, the embedding where that is the head."""
     if kind == "head":
         return [weights.head.weight if weights.head else weights.embedding]
-    return [getattr(layer, kind).weight for layer in weights.layers]
+    return [getattr(layer, kind).weight for layer in weights.layers[:layers]]
 
 
 def coded(matrix: Matrix) -> QTensor:

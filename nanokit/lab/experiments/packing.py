@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from nanokit.kernels.cpu.pack import Arena
-from nanokit.lab.backends import Compiled, Side, Triton, missing
 from nanokit.lab.bench.timing import milliseconds
 from nanokit.lab.experiments.kernel_params import KINDS, KernelsParams, coded, matrices, notes, opened
 from nanokit.lab.lock import measuring
 from nanokit.lab.progress import Progress, Silent, stop_if
 from nanokit.lab.result import Result
+from nanokit.lab.sides import Compiled, Side, Triton, missing
 from nanokit.lab.table import Table
 from nanokit.quant.qtensor import QTensor
 
@@ -53,7 +53,7 @@ class PackingResult(Result):
              f"{m[f'{name.lower()}_rows_equal']:.0f} of {m[f'{name.lower()}_rows_checked']:.0f}")
             for name in self.settings["packed"]
         ]  # fmt: skip
-        return Table(("packed for", "time for all matrices", "rows with the file's bits"), rows)
+        return Table(("packed for", "time for these matrices", "rows with the file's bits"), rows)
 
 
 PARTS = ("codes", "scales", "minimums")
@@ -73,7 +73,7 @@ def packing(
         arena = Arena()  # of all matrices, as a bound model's
         progress.start(len(KINDS), "packing")
         for kind in KINDS:
-            for matrix in matrices(weights, kind):
+            for matrix in matrices(weights, kind, p.layers):
                 stop_if(cancel)
                 found = coded(matrix)
                 counted = {"file_bytes": source.stored[matrix.name].nbytes, "weights": found.codes.size}
@@ -82,9 +82,9 @@ def packing(
                 for name in names:
                     _pack(tally, kind, name, found, arena, expected)
             progress.step(kind)
-    stored = {kind: matrices(weights, kind)[0].type for kind in KINDS}
+    stored = {kind: matrices(weights, kind, 1)[0].type for kind in KINDS}
     settings = {"model": source.name, "packed": names, "stored": stored, "missing": missing()}
-    said = notes(each for kind in KINDS for each in matrices(weights, kind))
+    said = notes(each for kind in KINDS for each in matrices(weights, kind, p.layers))
     return PackingResult(p, tally, settings=settings, remarks=said)
 
 

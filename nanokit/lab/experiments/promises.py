@@ -7,17 +7,16 @@ longest, and what they add, the ranges that columns are cut into, does not depen
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 
 import torch
 
-from nanokit.lab.backends import Side, Triton, interpreted, missing, sides
 from nanokit.lab.experiments.kernel_params import KernelsParams, KernelsResult
 from nanokit.lab.lock import measuring
 from nanokit.lab.oracle import bound, matrix, same_codes
 from nanokit.lab.progress import Progress, Silent, stop_if
+from nanokit.lab.sides import Side, Triton, interpreted, missing, sides, where
 from nanokit.lab.table import Table
 from nanokit.quant.qtensor import QTensor
 
@@ -46,14 +45,11 @@ class PromiseResult(KernelsResult):
         return Table(("promise", *names), rows, right=names)
 
     def between(self) -> Table:
-        """C and Triton, bit for bit, by the ranges that Triton cuts the columns into."""
+        """C and Triton, bit for bit, by the ranges that Triton cuts the columns into; empty unless both are here."""
         m = self.metrics
-        rows = [
-            (str(count), f"{m[f'least_ranges_at_{count}']:.0f} to {m[f'most_ranges_at_{count}']:.0f}",
-             f"{m[f'c_is_triton_at_{count}']:.0f} of {m[f'cases_at_{count}']:.0f}")
-            for count in self.asked.columns
-        ]  # fmt: skip
-        columns = ("columns", "ranges in Triton", "cases where all outputs of C and Triton have the same bits")
+        found = sorted(int(name.split("_")[2]) for name in m if name.startswith("cases_in_"))
+        rows = [(str(n), f"{m[f'c_is_triton_in_{n}_ranges']:.0f} of {m[f'cases_in_{n}_ranges']:.0f}") for n in found]
+        columns = ("ranges in Triton", "cases where all outputs of C and Triton have the same bits")
         return Table(columns, rows, right=columns)
 
 
@@ -66,9 +62,6 @@ class _Tally:
 
     def count(self, name: str, held: bool) -> None:
         self.metrics[name] = self.metrics.get(name, 0) + held
-
-    def extreme(self, name: str, value: float, choose: Callable[[float, float], float]) -> None:
-        self.metrics[name] = choose(self.metrics.get(name, value), value)
 
 
 def promises(
@@ -94,6 +87,7 @@ def promises(
         "backends": [side.name for side in there],
         "missing": missing(),
         "triton_interpreted": interpreted(),
+        "where": where(),
         "outputs": OUTPUTS,
         "rows": ROWS,
     }
@@ -130,7 +124,5 @@ def _check_product(weights: QTensor, there: list[Side], mode: str, tally: _Tally
         tally.samples.setdefault(f"error_of_bound_{side.name}_{weights.format}", []).append(worst)
     if isinstance(there[-1], Triton) and "C" in said:
         ranges = there[-1].ranges
-        tally.extreme(f"least_ranges_at_{columns}", ranges, min)
-        tally.extreme(f"most_ranges_at_{columns}", ranges, max)
-        tally.count(f"cases_at_{columns}", True)
-        tally.count(f"c_is_triton_at_{columns}", torch.equal(said["C"], said["Triton"]))
+        tally.count(f"cases_in_{ranges}_ranges", True)
+        tally.count(f"c_is_triton_in_{ranges}_ranges", torch.equal(said["C"], said["Triton"]))

@@ -24,12 +24,12 @@ from nanokit.kernels import reference
 from nanokit.kernels.activations import check_columns, no_peaks, note_peak, quantize
 from nanokit.kernels.cpu.pack import Arena
 from nanokit.kv.pages import BLOCK_SIZE, PagedKV
-from nanokit.lab.backends import Compiled, Side, missing
 from nanokit.lab.bench.timing import Rounds, Samples, in_turns
 from nanokit.lab.experiments.gains import WALKS, walk
 from nanokit.lab.experiments.kernel_params import KINDS, KernelsParams, KernelsResult, coded, matrices, notes, opened
 from nanokit.lab.lock import measuring
 from nanokit.lab.progress import Progress, Silent, stop_if
+from nanokit.lab.sides import Compiled, Side, missing
 from nanokit.lab.steadiness import remarks
 from nanokit.lab.table import Table
 from nanokit.model.batch import Batch
@@ -90,13 +90,15 @@ def rounding(
     progress = progress or Silent()
     with measuring("rounding"), torch.inference_mode():
         source, weights = opened(p.model)
-        progress.start(len(weights.layers) + 1, "running a text")
+        deep = len(weights.layers)
+        looked_at = [*range(min(p.layers, deep)), deep]  # the last is the head
+        progress.start(len(looked_at), "running a text")
         inputs, peaks = _inputs(source, weights, p.text_tokens)
         samples: Samples = {}
-        for layer in range(len(weights.layers) + 1):
+        for layer in looked_at:
             stop_if(cancel)
-            for kind in ("head",) if layer == len(weights.layers) else KINDS[:-1]:
-                matrix = matrices(weights, kind)[0 if kind == "head" else layer]
+            for kind in ("head",) if layer == deep else KINDS[:-1]:
+                matrix = matrices(weights, kind, layer + 1)[-1]
                 place = 4 * layer + PLACE.get(kind, 0)
                 for mode in p.modes:
                     check_columns(matrix.name, matrix.shape[1], mode)
@@ -106,7 +108,7 @@ def rounding(
             progress.step(f"layer {layer + 1}")
         timed, said = _times(weights, p, progress, cancel)
     samples |= timed
-    said = [*notes(matrices(weights, TIMED)), *said, *remarks(timed)]
+    said = [*notes(matrices(weights, TIMED, p.layers)), *said, *remarks(timed)]
     metrics = {name: statistics.median(values) for name, values in samples.items()}
     settings = {"model": source.name, "text": TEXT, "missing": missing()}
     return RoundingResult(p, metrics, samples, settings, remarks=said)
@@ -146,7 +148,7 @@ def _times(
     if "C" in missing():
         return {}, []
     arena = Arena()
-    layers: list[Side] = [Compiled(coded(each), arena) for each in matrices(weights, TIMED)]
+    layers: list[Side] = [Compiled(coded(each), arena) for each in matrices(weights, TIMED, p.layers)]
     walks = {f"{mode}_ms_at_{rows}": walk(layers, mode, rows) for rows in TIMED_ROWS for mode in p.modes}
 
     def visit() -> Samples:
