@@ -116,9 +116,11 @@ def note_peak(peaks: Tensor, place: int, x: Tensor) -> None:
     peaks[place] = torch.maximum(peaks[place], x.abs().amax().to(peaks.device))
 
 
-def checked_peaks(peaks: Tensor, layers: int) -> Tensor:
-    """A copy of calibrated peaks. Raises ParameterError for a wrong number of them, and for one that no calibration
-    gives: not finite, or not above zero."""
+def checked_peaks(peaks: Tensor, layers: int, mode: str) -> Tensor:
+    """A copy of calibrated peaks for a model in this mode. Raises ParameterError for another mode than static, a wrong
+    number of peaks, and one that no calibration gives: not finite, or not above zero."""
+    if mode != "static":
+        raise ParameterError("only static activations are calibrated", found=mode, needed="static")
     if peaks.shape != (4 * layers + 1,):
         raise ParameterError(
             "the peaks of static activations are not this model's",

@@ -148,9 +148,7 @@ class Bound:
     def calibrate(self, peaks: Tensor) -> None:
         """Set the peaks of static activations, as `run` and `logits` noted them on a text. Raises ParameterError for
         peaks that are not this model's, and in another mode."""
-        if self._mode != "static":
-            raise ParameterError("only static activations are calibrated", found=self._mode, needed="static")
-        self.peaks = checked_peaks(peaks, len(self._layers))
+        self.peaks = checked_peaks(peaks, len(self._layers), self._mode)
 
     def plan(self, batch: "Batch", pages: Pages) -> Plan:
         """Resolve positions, slots and pages of a step. Sequences without new tokens take no part in it."""

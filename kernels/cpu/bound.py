@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanokit.errors import NanokitError, ParameterError
+from nanokit.errors import NanokitError
 from nanokit.kernels.activations import checked_peaks, not_calibrated
 from nanokit.kernels.cpu import structs
 from nanokit.kernels.cpu.library import Library
@@ -95,9 +95,7 @@ class Bound:
     def calibrate(self, peaks: Tensor) -> None:
         """Set the peaks of static activations, as `run` and `logits` noted them on a text. Raises ParameterError for
         peaks that are not this model's, and in another mode."""
-        if self._mode != "static":
-            raise ParameterError("only static activations are calibrated", found=self._mode, needed="static")
-        self.peaks = checked_peaks(peaks, self._config.num_layers).contiguous()
+        self.peaks = checked_peaks(peaks, self._config.num_layers, self._mode).contiguous()
         self._model.static_peak = self.peaks.data_ptr()
 
     def __del__(self) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanokit.errors import ParameterError
 from nanokit.kernels.activations import checked_peaks, not_calibrated, note_peak
 from nanokit.kernels.gpu import runtime
 from nanokit.kernels.gpu.activations import Activations, quantize
@@ -75,9 +74,7 @@ class Bound:
     def calibrate(self, peaks: Tensor) -> None:
         """Set the peaks of static activations, as `run` and `logits` noted them on a text. Raises ParameterError for
         peaks that are not this model's, and in another mode."""
-        if self._mode != "static":
-            raise ParameterError("only static activations are calibrated", found=self._mode, needed="static")
-        self.peaks = checked_peaks(peaks, len(self._layers))
+        self.peaks = checked_peaks(peaks, len(self._layers), self._mode)
         # Each alone at the beginning of 16 bytes, where a kernel wants what it reads.
         self._device_peaks = self.peaks.to(runtime.device())[:, None].repeat(1, 4)
 
