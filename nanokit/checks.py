@@ -6,6 +6,7 @@ would drift from what they examine. Nothing is downloaded and nothing is measure
 """
 
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -111,15 +112,17 @@ def cpu() -> Verdict:
 
 
 def gpu() -> Verdict:
-    """CUDA devices as torch sees them; none is fine."""
+    """CUDA devices as torch sees them, and whether the Triton kernels were checked on the first; none is fine."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:  # torch warns about a driver that is too old
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    triton = importlib.util.find_spec("triton") is not None
     if count:
         cards = [torch.cuda.get_device_properties(i) for i in range(count)]
-        return ok("; ".join(f"{card.name}, {human(card.total_memory)}" for card in cards))
+        found = "; ".join(f"{card.name}, {human(card.total_memory)}" for card in cards)
+        return _checked_kernels(found, cards[0].name) if triton else ok(f"{found}; not used: no Triton for this system")
     if said:
         return (
             "warn",
@@ -132,7 +135,28 @@ def gpu() -> Verdict:
             "an NVIDIA driver, but a CPU build of torch",
             "install a CUDA build of torch (see pytorch.org)",
         )
-    return ok("none; the CPU is used")
+    return ok("none; the CPU is used" + ("; the Triton kernels run in the interpreter" if triton else ""))
+
+
+def _checked_kernels(found: str, card: str) -> Verdict:
+    """What the cache says of the last check of the kernels on this card."""
+    mend = f"{sys.executable} -m nanokit.kernels.gpu.check (three minutes)"
+    path = paths.gpu_file("check", card)
+    try:
+        last = json.loads(path.read_text("utf-8"))
+        day, wrong, skipped = last["started"][:10], len(last["faults"]), len(last["skipped"])
+    except FileNotFoundError:
+        return "warn", f"{found}: the Triton kernels have not been checked on it", mend
+    except (ValueError, KeyError, TypeError) as error:
+        return "warn", f"{found}: {path} is no check of its kernels ({error})", mend
+    if wrong:
+        return (
+            "warn",
+            f"{found}: {wrong} faults when its kernels were checked on {day}",
+            f"see {path}, or again: {mend}",
+        )
+    left = f", {skipped} cases or speeds skipped" if skipped else ""
+    return ok(f"{found}; kernels checked on {day}: all right{left}")
 
 
 def compiler() -> Verdict:

@@ -162,9 +162,39 @@ def test_gpu_behind_a_cpu_build(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert checks.gpu()[0] == "ok"
+    assert checks.gpu() == ("ok", "none; the CPU is used; the Triton kernels run in the interpreter", "")
     program(tmp_path / "nvidia-smi")
     assert checks.gpu()[0] == "warn"
+
+
+def test_gpu_offers_the_check_of_its_kernels_until_there_is_one(monkeypatch, home) -> None:
+    """Kernels that nobody has tried on this card, a check of another card, one that found faults, one that is fine."""
+    import torch
+
+    cards = SimpleNamespace(name="NVIDIA Test 9000", total_memory=24 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards)
+    path = paths.gpu_file("check", cards.name)
+    assert path == home / "gpu" / "check-nvidia-test-9000.json"
+    other = paths.gpu_file("check", "NVIDIA Test 9001")
+    path.parent.mkdir(parents=True)
+    fine = {"started": "2026-11-30T03:00:00+00:00", "faults": [], "skipped": ["x"]}
+    other.write_text(json.dumps(fine))
+    status, found, mend = checks.gpu()
+    assert (status, "not been checked" in found) == ("warn", True)
+    assert mend == f"{sys.executable} -m nanokit.kernels.gpu.check (three minutes)"
+    path.write_text("[1]")
+    assert checks.gpu()[0] == "warn"
+    path.write_text(json.dumps(fine | {"faults": ["a", "b"]}))
+    status, found, mend = checks.gpu()
+    assert (status, "2 faults" in found, str(path) in mend) == ("warn", True, True)
+    path.write_text(json.dumps(fine))
+    status, found, mend = checks.gpu()
+    assert (status, mend) == ("ok", "")
+    assert "checked on 2026-11-30: all right, 1 cases" in found
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    assert checks.gpu() == ("ok", "NVIDIA Test 9000, 24.00 GiB; not used: no Triton for this system", "")
 
 
 def test_driver_too_old_is_quoted(monkeypatch) -> None:

@@ -112,9 +112,9 @@ def equal(*pairs: tuple[Tensor | np.ndarray, Tensor | np.ndarray]) -> Judgement:
 
 def within(got: Tensor, wanted: Tensor, size: Tensor, bound: float) -> Judgement:
     """Largest |got - wanted| / size, in fp64. A size of zero allows no error at all."""
-    difference = (got.detach().cpu().double() - wanted.double()).abs()
-    if difference.shape != wanted.shape or difference.numel() == 0:
+    if got.shape != wanted.shape or got.numel() == 0:
         return Judgement(float("inf"), bound)
+    difference = (got.detach().cpu().double() - wanted.double()).abs()
     parts = torch.where(difference == 0, 0.0, difference / size.double())
     return Judgement(float("nan") if bool(parts.isnan().any()) else float(parts.max()), bound)
 

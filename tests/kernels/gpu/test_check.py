@@ -1,0 +1,362 @@
+"""The check of the Triton kernels, run here in all that it can be: a person with a GPU has one try at it."""
+
+import ast
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import nanokit.kernels.gpu
+import nanokit.kernels.gpu.device
+from nanokit.kernels.gpu import ahead, configs, product, runtime
+from nanokit.kernels.gpu.checks import offsets, product_cases, program, run, timer, work
+from nanokit.kernels.gpu.checks.timer import EventTimer
+from nanokit.paths import gpu_file
+
+KEYS = {"schema", "mode", "timings", "options", "device", "correctness", "speed", "offsets", "tuned", "compiled",
+        "skipped", "remarks", "faults", "machine", "versions", "git", "code_sha256", "started",
+        "duration_s"}  # fmt: skip
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(not runtime.INTERPRETED, reason="the check is tested where kernels are interpreted"),
+]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NANOKIT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def launchable() -> set[str]:
+    """Functions of device/*.py that ask which program they are: what can be launched. Read from the source."""
+    found = set()
+    for module in pkgutil.iter_modules(nanokit.kernels.gpu.device.__path__):
+        tree = ast.parse((Path(nanokit.kernels.gpu.device.__path__[0]) / f"{module.name}.py").read_text("utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and "program_id" in {
+                part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)
+            }:
+                found.add(node.name)
+    return found
+
+
+def called(*arguments: str) -> int:
+    return program.main(list(arguments))
+
+
+def test_all_of_it_in_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    """A kernel that no case launches, a field that is missing, a case that never ran, a cache that interpreted figures
+    reach."""
+    launched = set()
+    original = runtime.launch
+
+    def noted(kernel: Any, *arguments: Any, **options: Any) -> None:
+        launched.add(kernel.__name__)
+        original(kernel, *arguments, **options)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("nanokit.kernels.gpu") and vars(module).get("launch") is original:
+            monkeypatch.setattr(module, "launch", noted)
+    assert called("--interpret", "--json", str(tmp_path / "a.json")) == 0
+    assert launched == launchable()
+    assert len(launched) > 15
+    made = json.loads((tmp_path / "a.json").read_text("utf-8"))
+    assert set(made) == KEYS
+    assert (made["schema"], made["mode"], made["timings"]) == ("nanokit.gpu-check/1", "interpreter", "interpreter")
+    assert made["faults"] == made["skipped"] == made["tuned"] == made["compiled"] == []
+    assert made["device"] is None
+    assert {each["op"] for each in made["correctness"]} == set(run.OPS) - {"offsets"}
+    assert all(each["ok"] and each["error"] <= each["bound"] for each in made["correctness"])
+    assert [each["offset"] for each in made["offsets"]] == list(offsets.OFFSETS)
+    assert all(each["equal"] for each in made["offsets"])
+    ops = {each["op"] for each in made["speed"]}
+    assert ops == {"copy", "bf16", "product", "attention", "rms_norm", "silu_gate", "rope", "select", "fake_quant"}
+    for each in made["speed"]:
+        assert set(each["ms"]) == {"min", "median", "max", "n"}
+        assert each["gb_s"] > 0
+        assert each["op"] != "product" or each["vs_bf16"] > 0
+    out = capsys.readouterr().out
+    assert "times say nothing about a GPU" in out
+    assert out.endswith("interpreter\n")
+    assert not home.exists()
+
+
+def test_what_is_wrong_comes_first_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A result beyond its bound, and a launch that raises: exit code 1, each named with its case, others still run."""
+    right = product_cases.multiply
+
+    def wrong(weights: Any, x: Any, ids: Any = None) -> torch.Tensor:
+        if weights.name == "fp4-g16":
+            raise RuntimeError("CUDA error:\n  misaligned address")
+        return right(weights, x, ids) * (1.0 + 2.0**-15)
+
+    monkeypatch.setattr(product_cases, "multiply", wrong)
+    asked = ("--interpret", "--only", "product", "quantize", "--first", "4", "--json", str(tmp_path / "a.json"))
+    assert called(*asked) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "WRONG"
+    assert lines[1].startswith("  product: int4-sym-g32 a8g32, 2 x 96 -> 21: error ")
+    assert lines[4] == "  product: fp4-g16 a8g32, 2 x 96 -> 21: RuntimeError: CUDA error: misaligned address"
+    assert lines[-1].startswith("WRONG")
+    made = json.loads((tmp_path / "a.json").read_text("utf-8"))
+    assert [each["ok"] for each in made["correctness"] if each["op"] == "quantize"] == [True] * 4
+    assert made["correctness"][3]["error"] is None
+
+
+def test_a_timing_that_fails_and_other_bits_at_an_offset_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no cases, and must not be lost for that."""
+    monkeypatch.setattr(run.speed, "argmax_rows", lambda logits: 1 / 0)
+    assert called("--interpret", "--only", "select", "--first", "1") == 1
+    monkeypatch.setattr(offsets, "multiply", lambda weights, x: torch.rand(1))
+    assert called("--interpret", "--only", "offsets") == 1
+
+
+def test_not_a_number_is_never_within_a_bound() -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    assert not work.within(nan, torch.ones(2).double(), torch.ones(2), 1e9).ok
+    assert not work.equal((nan, torch.ones(2))).ok
+    assert work.equal((nan, nan)).ok
+    assert not work.equal((torch.ones(2), torch.ones(3))).ok
+    assert not work.within(torch.ones(2), torch.ones(3), torch.ones(3), 1.0).ok
+    assert not work.within(torch.ones(1), torch.zeros(1), torch.zeros(1), 1e9).ok
+
+
+def test_what_had_no_time_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Silence would pass for a check."""
+    assert called("--interpret", "--seconds", "0", "--json", str(tmp_path / "a.json")) == 0
+    made = json.loads((tmp_path / "a.json").read_text("utf-8"))
+    cases, tasks = run.all_cases(True), run.speed.tasks(True)
+    assert made["correctness"] == []
+    assert len(made["skipped"]) == len(cases) + len(tasks) + len(offsets.OFFSETS) - 1
+    out = capsys.readouterr().out
+    assert "skipped" in out
+    assert made["skipped"][0] in out
+    assert "all right as far as it went" in out
+
+
+def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code 2, before a minute is spent; without a GPU the way to the interpreter is named."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert called() == 2
+    assert "--interpret" in capsys.readouterr().err
+    for asked in (["--only", "matmul"], ["--arch", "12"], ["--json", str(tmp_path / "none" / "a.json")],
+                  ["--json", str(tmp_path)], ["--first", "0"], ["--arch", "90", "--tune"],
+                  ["--arch", "90", "--interpret"]):  # fmt: skip
+        with pytest.raises(SystemExit) as stopped:
+            called(*asked)
+        assert stopped.value.code == 2, asked
+
+
+# --- what only a device reaches, on one that is made up ---
+
+
+class FakeEvent:
+    """The first `early` waits are over before the launches are queued. An event's time is the launches so far."""
+
+    launches = early = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.launches
+
+    def query(self) -> bool:
+        FakeEvent.early -= 1
+        return FakeEvent.early >= 0
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return 0.25 * (end.at - self.at)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """torch.cuda as far as the check asks it; gives the cycles that it was told to wait."""
+    waited: list[int] = []
+    facts = SimpleNamespace(name="NVIDIA Test 9000", major=9, minor=0, total_memory=1 << 34, multi_processor_count=132,
+                            L2_cache_size=1000)  # fmt: skip
+    FakeEvent.launches = FakeEvent.early = 0
+    for name, value in {
+        "Event": FakeEvent, "_sleep": waited.append, "synchronize": lambda: None,
+        "get_device_properties": lambda device: facts, "get_device_capability": lambda device: (9, 0),
+        "get_device_name": lambda device: facts.name,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return waited
+
+
+def launch() -> None:
+    FakeEvent.launches += 1
+
+
+def test_events_measure_a_full_queue(fake_cuda: list[int]) -> None:
+    """An interval with gaps in it is taken again behind a longer wait; one that never closes is said."""
+    clock = EventTimer()
+    assert clock.rotated_bytes == timer.CACHES * 1000
+    FakeEvent.early = 2
+    timing = clock([launch])
+    assert timing.ms == (0.25,) * EventTimer.samples
+    assert not timing.gaps
+    assert fake_cuda[:3] == [1 << 21, 1 << 22, 1 << 23]
+    assert set(fake_cuda[3:]) == {1 << 23}
+    FakeEvent.early = 1 << 20
+    timing = clock([launch])
+    assert timing.gaps
+    assert timing.to_record()["gaps"] is True
+    assert max(fake_cuda) == EventTimer.most_cycles
+
+
+def test_every_copy_has_its_turn(fake_cuda: list[int]) -> None:
+    """Launches that read one copy over and over would be served by the cache."""
+    counts = [0] * 30
+
+    def reader(i: int) -> Callable[[], None]:
+        def read() -> None:
+            counts[i] += 1
+
+        return read
+
+    EventTimer()([reader(i) for i in range(30)])
+    assert max(counts) - min(counts) <= 1
+
+
+def test_a_whole_check_of_a_device_is_kept_for_the_doctor(
+    fake_cuda: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a few operations would say of all kernels that they are right."""
+    options = program._options(["--only", "select"])
+    facts = program.device_facts()
+    assert facts == {"name": "NVIDIA Test 9000", "capability": [9, 0], "memory_bytes": 1 << 34, "processors": 132,
+                     "l2_bytes": 1000, "cuda": torch.version.cuda}  # fmt: skip
+    made = {"device": facts, "faults": [], "skipped": [], "started": "2026-11-30T04:00:00+00:00"}
+    path = gpu_file("check", "NVIDIA Test 9000")
+    program._keep("device", options, made)
+    assert not path.exists()
+    program._keep("device", program._options([]), made)
+    assert json.loads(path.read_text("utf-8")) == made
+
+
+def test_all_cores_compile_first(fake_cuda: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Real processes, which leave their kernels in Triton's cache. One that dies, or takes too long, is said."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert run._compile_ahead(work.Budget(1000), ["select"], 1) == []
+    kernels = {path.stem for path in (tmp_path / "triton").rglob("*.cubin")}
+    assert kernels == {"argmax_blocks", "argmax_fold"}
+    assert run._compile_ahead(work.Budget(0), ["select"], 1) == ["2 of 2 processes that compile took too long"]
+    monkeypatch.setattr(sys, "executable", "false")
+    assert run._compile_ahead(work.Budget(1000), ["select"], 1) == []  # it ends with 1, as for a kernel that spills
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (13, 7))
+    assert "sm_137" in run._compile_ahead(work.Budget(1000), [], None)[0]
+
+
+# --- configurations ---
+
+
+def test_tuning_runs_and_does_not_change_bits(
+    capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration that changed a bit would make answers depend on who tuned."""
+    monkeypatch.setattr(configs, "_measured", dict)
+    assert called("--interpret", "--tune", "--json", str(tmp_path / "a.json")) == 0
+    made = json.loads((tmp_path / "a.json").read_text("utf-8"))
+    assert made["mode"] == "tune"
+    assert {(each["format"], each["rows"]) for each in made["tuned"]} == {
+        (name, bucket) for name in ("int4-sym-g32", "int8-sym-g32", "fp4-g16") for bucket in configs.DEFAULTS
+    }
+    assert all(each["equal"] and len(each["tried"]) == 2 for each in made["tuned"])
+    assert not home.exists()
+    right = product.multiply
+
+    def wrong(weights: Any, x: Any) -> torch.Tensor:
+        return right(weights, x) + configs.product_config(weights.kind, 1).stages
+
+    monkeypatch.setattr("nanokit.kernels.gpu.checks.tune.FORMATS", ("int8-sym-g32",))
+    monkeypatch.setattr("nanokit.kernels.gpu.checks.tune.multiply", wrong)
+    monkeypatch.setattr(configs, "_measured", lambda table={}: table)
+    assert called("--interpret", "--tune") == 1
+    assert "bits depend on the configuration" in capsys.readouterr().out
+
+
+def test_what_was_measured_is_taken_and_what_is_broken_refused(
+    fake_cuda: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file cut off in the middle, of another version, or with a tile that is no power of two."""
+    name = "NVIDIA Test 9000"
+    assert configs.read(name) == {}
+    rows = [{"kind": 2, "rows": 16, "config": [16, 128, 8, 5], "ms": 1.0, "default_ms": 2.0, "tried": []}]
+    program._keep(
+        "tune", program._options(["--tune"]), {"device": {"name": name}, "tuned": rows, "started": "2026-11-30"}
+    )
+    table = configs.read(name)
+    assert table == {(2, 16): configs.ProductConfig(16, 128, 8, 5)}
+    monkeypatch.setattr(configs, "_measured", lambda: table)
+    assert configs.product_config(2, 9) == (16, 128, 8, 5)
+    assert configs.product_config(2, 8) == configs.DEFAULTS[8]
+    assert configs.product_config(0, 9) == configs.DEFAULTS[16]
+    assert configs.product_config(0, 5000) == configs.DEFAULTS[configs.MANY]
+    whole = configs.place(name).read_text("utf-8")
+    for text in (whole[:40], whole.replace("configs/1", "configs/2"), whole.replace("128", "96"), "[]",
+                 whole.replace('"kind"', '"sort"')):  # fmt: skip
+        configs.place(name).write_text(text)
+        with pytest.raises(configs.ConfigError, match="delete it"):
+            configs.read(name)
+
+
+# --- compiled ---
+
+
+def test_spilled_registers_are_a_fault() -> None:
+    report = ahead.Report("product", 80, {"KIND": 0}, 4, 255, 432, 1024, 9, {16: 1}, None)
+    [fault] = run.Findings(compiled=[report]).faults
+    assert "sm_80 product spills" in fault
+
+
+PROBE = """
+from nanokit.kernels.gpu.checks import compiled, offsets, work
+print(offsets.loads_at(0, 90), offsets.loads_at(1, 90))
+def bad(): raise RuntimeError("no such tile")
+print(compiled.compile_all(80, [work.Case("op", "bad", bad)], [], False))
+"""
+
+
+def test_all_kernels_compile_for_two_architectures(tmp_path: Path) -> None:
+    """What the interpreter cannot see: types, shared memory, spilled registers, loads that did not become wide. The
+    first two cases of each operation, a process an architecture; `--arch 80 90` alone does all."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    ops = [op for op in run.OPS if op != "model"]  # which launches what the others do
+    command = [sys.executable, "-m", "nanokit.kernels.gpu.check", "--first", "2", "--only", *ops]
+    running = [
+        subprocess.Popen([*command, "--arch", arch, "--json", str(tmp_path / arch)], env=environment,
+                         stdout=subprocess.PIPE, text=True)
+        for arch in ("80", "90")
+    ]  # fmt: skip
+    probe = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, check=True)
+    for process, arch in zip(running, ("80", "90"), strict=True):
+        out, _ = process.communicate()
+        assert process.returncode == 0, out
+        made = json.loads((tmp_path / arch).read_text("utf-8"))
+        assert made["mode"] == "compiled"
+        assert {each["kernel"] for each in made["compiled"]} == launchable()
+        assert {each["arch"] for each in made["compiled"]} == {int(arch)}
+    aligned, shifted, faults = probe.stdout.splitlines()[0].partition("} {")[0], probe.stdout, probe.stdout
+    assert "16: " in aligned
+    assert "1: " in shifted.splitlines()[0].partition("} {")[2]
+    assert "RuntimeError: no such tile" in faults
+    assert "sm_80: bad" in faults
