@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from nanokit.lab.experiments.promises import PromiseResult
     from nanokit.lab.experiments.rounding import RoundingResult
 
-LANE = 0.22  # height of a backend's dots beside each other
+LANE = 0.27  # height of a backend's dots beside each other
+BELOW_DB = 8.0  # room under the line of no signal for what it is called
 LABEL_DB = 4.5  # of an axis of SQNR: so near that names would overlap
 
 
@@ -44,7 +45,7 @@ def promises(result: "PromiseResult") -> go.Figure:
     fig.update_xaxes(range=[0, 118 * worst])
     fig.update_yaxes(
         tickmode="array", tickvals=list(range(len(formats))), ticktext=formats, range=[len(formats) - 0.5, -0.5],
-        showgrid=False, showline=False, tickcolor="rgba(0,0,0,0)",
+        showgrid=False, showline=False, zeroline=False, tickcolor="rgba(0,0,0,0)",
     )  # fmt: skip
     return fig
 
@@ -55,8 +56,8 @@ def gains(result: "GainResult", kind: str = "") -> go.Figure:
     fast, ends = names[-1], (rows[0], rows[-1])
     ratios = [result.ms("reference", kind, each) / result.ms(fast, kind, each) for each in ends]
     finding = (
-        f"{kind}: {fast} takes {_times(ratios[0])} the reference's time at {_rows(ends[0])},<br>"
-        f"{_times(ratios[1])} at {ends[1]}"
+        f"{kind}: {fast} is {ratios[0]:.1f} times as fast as the reference at {_rows(ends[0])},<br>"
+        f"{ratios[1]:.1f} times at {ends[1]}"
     )
     if fast == "reference":
         growth = result.ms(fast, kind, ends[1]) / result.ms(fast, kind, ends[0])
@@ -66,10 +67,6 @@ def gains(result: "GainResult", kind: str = "") -> go.Figure:
         with_remark(finding, result.remarks), series, x="rows of the product", y="time of one product (ms)",
         log_x=True, log_y=True,
     )  # fmt: skip
-
-
-def _times(ratio: float) -> str:
-    return f"1/{ratio:.1f} of" if ratio >= 1 else f"{1 / ratio:.1f} times"
 
 
 def _rows(count: int) -> str:
@@ -87,7 +84,7 @@ def rounding(result: "RoundingResult", kind: str = "down") -> go.Figure:
         f"{kind}: {best} keeps at least {lowest[best]:.0f} dB in every layer;<br>"
         f"{worst} falls to {lowest[worst]:.0f} dB in layer {at}",
         x="layer",
-        y="signal over rounding noise at the output (dB)",
+        y="signal over noise at the output (dB)",
         height=430,
     )
     for index, mode in enumerate(modes):
@@ -102,8 +99,12 @@ def rounding(result: "RoundingResult", kind: str = "down") -> go.Figure:
             font={"color": PALETTE[modes.index(mode) % 6]},
         )  # fmt: skip
     fig.update_layout(margin_r=72)
-    fig.add_hline(y=0, line={"color": GREY, "dash": "dot", "width": 1.5}, annotation_text="as much noise as signal")
-    fig.update_yaxes(rangemode="tozero")
+    fig.add_hline(
+        y=0, line={"color": GREY, "dash": "dot", "width": 1.5}, annotation_text="as much noise as signal",
+        annotation_position="bottom left",
+    )  # fmt: skip
+    highest = max(max(result.layers(kind, mode)) for mode in modes)
+    fig.update_yaxes(range=[min(0.0, lowest[worst]) - BELOW_DB, highest + BELOW_DB])
     return fig
 
 
@@ -121,10 +122,10 @@ def backends(result: "BackendsResult") -> go.Figure:
     p, m, names = result.params.to_dict(), result.metrics, result.settings["backends"]
     worst = max(m[f"error_of_bound_{name}"] for name in names)
     times = ", ".join(f"{name} {m[f'{name}_ms']:.3f} ms" for name in names if f"{name}_ms" in m)
+    what = f"{p['weights']} x {p['activations']}, {p['outputs']} x {p['columns']}, {_rows(int(str(p['rows'])))}"
     fig = figure(
-        with_remark(f"All outputs within {worst:.1%} of the bound;<br>{times}", result.remarks),
-        x=f"largest error of a row, {p['weights']} x {p['activations']}, {p['outputs']} x {p['columns']}, "
-        f"{_rows(int(str(p['rows'])))} (% of the bound)",
+        with_remark(f"{what}:<br>{worst:.2%} of the bound at most; {times}", result.remarks),
+        x="largest error of a row, as a part of its bound (%)",
         height=150 + 46 * len(names),
     )
     for index, name in enumerate(names):
