@@ -1,6 +1,7 @@
 """Every case, and everything that is timed, compiled for a GPU that is not here (gpu/ahead.py); nothing runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from nanokit.kernels.gpu import ahead
 from nanokit.kernels.gpu.ahead import Report
@@ -13,19 +14,25 @@ def compile_all(
     arch: int, cases: Sequence[Case], timed: Sequence[Timed], shifted: bool
 ) -> tuple[list[Report], list[Outcome]]:
     """One report for each distinct kernel, and an outcome for each case that could not be compiled or launched."""
+    works: list[tuple[str, str, Callable[[], object]]] = []
+    works += [(case.op, case.name, partial(_launch, case)) for case in cases]
+    works += [(task.op, task.name, partial(_time, task)) for task in timed]
+    if shifted:
+        works.append(("offsets", "an aligned and a shifted product", offsets.launch_all))
     faults = []
     with ahead.compiling(arch) as reports:
-        for case in cases:
+        for op, name, work in works:
             try:
-                case.prepare().launch()
+                work()
             except FAULTS as error:
-                faults.append(Outcome(case.op, f"sm_{arch}: {case.name}", None, None, False, fault_of(error)))
-        for task in timed:
-            try:
-                actions, _ = task.prepare(Bench(None))
-                actions[0]()
-            except FAULTS as error:
-                faults.append(Outcome(task.op, f"sm_{arch}: {task.name}", None, None, False, fault_of(error)))
-        if shifted:
-            offsets.launch_all()
+                faults.append(Outcome(op, f"sm_{arch}: {name}", None, None, False, fault_of(error)))
     return list(reports), faults
+
+
+def _launch(case: Case) -> None:
+    case.prepare().launch()
+
+
+def _time(task: Timed) -> None:
+    actions, _ = task.prepare(Bench(None))
+    actions[0]()
