@@ -29,7 +29,7 @@ ROWS = {8: 1, 16: 16, 32: 32, MANY: 128}  # measured for a bucket
 def candidates(bucket: int, tiny: bool) -> list[ProductConfig]:
     """The default first."""
     default = DEFAULTS[bucket]
-    others = [(64, 4, 3), (64, 4, 6), (32, 4, 4), (128, 4, 4), (128, 8, 4)]
+    others = [(64, 4, 3), (64, 4, 6), (32, 2, 4), (128, 4, 4), (128, 8, 4)]
     found = [default, *(ProductConfig(default.block_m, *other) for other in others)]
     return list(dict.fromkeys(found))[: 2 if tiny else None]
 
