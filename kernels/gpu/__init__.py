@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from nanokit.model.config import ModelConfig
     from nanokit.model.weights import Weights
 
+OLDEST = (8, 0)  # compute capability: on 7.5 the product does not compile, and attention has no tf32
+
 __all__ = ["NoGpuError", "bind", "check", "require"]
 
 
@@ -26,6 +28,13 @@ def require(device: str) -> None:
             "there is no GPU that torch can use",
             needed="an NVIDIA GPU, its driver and a CUDA build of torch",
             do='use device="cpu"; nanokit doctor says what it sees',
+        )
+    if device == "cuda" and torch.cuda.get_device_capability() < OLDEST:
+        raise NoGpuError(
+            f"{torch.cuda.get_device_name()} is too old for the kernels",
+            found="compute capability {}.{}".format(*torch.cuda.get_device_capability()),
+            needed="8.0 or later: tensor cores for int8 and tf32 (Ampere, 2020)",
+            do='use device="cpu"',
         )
     if (device == "interpreter") != INTERPRETED:
         raise NoGpuError(

@@ -38,7 +38,7 @@ from nanokit.kernels.gpu import runtime
 
 # Compute capability, and KiB of shared memory that one program may ask for (CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability").
-SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 

@@ -79,6 +79,11 @@ def test_nothing_stands_in_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: py
         with pytest.raises(NoGpuError, match=r'(?s)no GPU.*device="cpu"'):
             load(file, device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GeForce RTX 2080")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(NoGpuError, match=r"(?s)RTX 2080 is too old.*7\.5.*8\.0"):
+        load(file, device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(NoGpuError, match=r"(?s)interprets.*TRITON_INTERPRET=0"):
         load(file, device="cuda")
     with pytest.raises(ParameterError, match="mapped"):
