@@ -40,18 +40,20 @@ class GainResult(KernelsResult):
         return self.metrics[f"{name}_ms_of_{kind}_at_{rows}"]
 
     def table(self) -> Table:
-        """Milliseconds of a product, how many times as fast as the reference, and bytes of weights a second."""
+        """Milliseconds of a product; of backends that pack also how many times as fast as the reference they are, and
+        bytes of weights a second."""
         names, lines = self.timed(), []
+        packed = [name for name in names if name not in (DENSE, "reference")]
         for kind in self.asked.products:
             for rows in self.asked.rows:
-                reference = self.ms("reference", kind, rows)
-                cells = [kind, str(rows)]
-                for name in names:
-                    ms = self.ms(name, kind, rows)
-                    speed = self.metrics[f"{name}_bytes_of_{kind}"] / ms / 1e6
-                    cells.append(f"{ms:.3f} ms, {reference / ms:.1f}x, {speed:.1f} GB/s")
-                lines.append([*cells, *self._others().values()])
-        columns = ("product", "rows", *names, *self._others())
+                ms = {name: self.ms(name, kind, rows) for name in names}
+                cells = [f"{ms[name]:.3f}" for name in names]
+                for name in packed:
+                    speed = self.metrics[f"{name}_bytes_of_{kind}"] / ms[name] / 1e6
+                    cells += [f"{ms['reference'] / ms[name]:.1f}", f"{speed:.1f}"]
+                lines.append([kind, str(rows), *cells, *self._others().values()])
+        ratios = [text for name in packed for text in (f"reference over {name}", f"{name} (GB/s)")]
+        columns = ("product", "rows", *(f"{name} (ms)" for name in names), *ratios, *self._others())
         return Table(columns, lines, right=columns[1:])
 
     def _others(self) -> Mapping[str, str]:

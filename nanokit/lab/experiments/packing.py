@@ -45,6 +45,12 @@ class PackingResult(Result):
         m = self.metrics
         return " + ".join(f"{8 * m[f'{part}_bytes{at}'] / m[f'weights{at}']:.3f}" for part in PARTS)
 
+    @property
+    def intact(self) -> bool:
+        """Whether every row that was looked at came out again with the file's bits."""
+        m, names = self.metrics, [name.lower() for name in self.settings["packed"]]
+        return all(m[f"{name}_rows_equal"] == m[f"{name}_rows_checked"] for name in names)
+
     def checks(self) -> Table:
         """How long packing took and how many rows came out again with the file's bits."""
         m = self.metrics
