@@ -17,17 +17,19 @@ from nanokit.errors import ParameterError
 from nanokit.kernels import reference
 from nanokit.kernels.cpu import NoKernelsError
 from nanokit.lab import lock, plots, sides
+from nanokit.lab.experiments import rounding as rounding_module
 from nanokit.lab.experiments import worked_product as by_hand
 from nanokit.lab.experiments.backends import BackendsParams, backends
 from nanokit.lab.experiments.gains import gains
 from nanokit.lab.experiments.kernel_params import KINDS, KernelsParams, opened
 from nanokit.lab.experiments.packing import packing
 from nanokit.lab.experiments.promises import promises
-from nanokit.lab.experiments.rounding import _sqnr, rounding
+from nanokit.lab.experiments.rounding import rounding
 from nanokit.lab.oracle import FORMATS, bound, matrix, same_codes
 from nanokit.lab.progress import StoppedError
 from nanokit.lab.repeat import comparable
 from nanokit.lab.result import together
+from nanokit.paths import data_dir
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,29 @@ def test_noise_is_that_of_the_difference() -> None:
     y = x.double() @ weight.double().T
     rounded = reference.quantize(x, "token").dequantize().double()
     ratio = y.square().sum(1) / (y - rounded @ weight.double().T).square().sum(1)
-    assert _sqnr(weight, x, ["token"], 0.0)["token"] == pytest.approx(float((10 * ratio.log10()).median()), abs=1e-3)
+    assert rounding_module._sqnr(weight, x, ["token"], 0.0)["token"] == pytest.approx(
+        float((10 * ratio.log10()).median()), abs=1e-3
+    )
+
+
+def test_inputs_are_those_of_the_text_and_peaks_of_the_text_before(tiny: str) -> None:
+    """Place and layer are counted in one number: an input of another place may well have the right shape."""
+    source, weights = opened(tiny)
+    length = 12
+    inputs, peaks = rounding_module._inputs(source, weights, length)
+    ids = source.tokenizer.encode((data_dir() / rounding_module.TEXT).read_text("utf-8"))[: 2 * length]
+    first = weights.layers[0]
+    seen = reference.rms_norm(weights.embedding.dense()[ids], first.attn_norm.dense(), source.config.rms_eps)
+    place = rounding_module.PLACE
+    for kind in ("q", "k", "v"):
+        torch.testing.assert_close(inputs[place[kind]], seen[length:])
+    assert float(peaks[0]) == pytest.approx(float(seen[:length].abs().max()))
+    for layer, each in enumerate(weights.layers):
+        gate, up = (
+            torch.nn.functional.linear(inputs[4 * layer + place[kind]], matrix_.weight.dense())
+            for kind, matrix_ in (("gate", each.gate), ("up", each.up))
+        )
+        torch.testing.assert_close(inputs[4 * layer + place["down"]], torch.nn.functional.silu(gate) * up)
 
 
 def test_rounding_sees_every_product(tiny: str) -> None:
