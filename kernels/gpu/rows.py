@@ -45,7 +45,7 @@ def rms_norm(
     made = allocate(fused, rows, columns, hidden.device)
     block = triton.next_power_of_2(columns)
     arguments = hidden, delta, weight, made.x, *outputs(made), rows, columns, eps, *constants(fused), block
-    launch(device.norm, (rows,), *arguments, warps=min(MOST_WARPS, max(4, block // 512)))
+    launch(device.norm, (rows,), *arguments, warps=_warps(block))
     return _finished(made, mode, peak)
 
 
@@ -60,6 +60,12 @@ def silu_gate(gate: Tensor, up: Tensor, mode: str, peak: Tensor | None = None) -
     arguments = gate, up, made.x, *outputs(made), rows, columns, *constants(fused), block
     launch(device.gate, (rows, triton.cdiv(columns, block)), *arguments)
     return _finished(made, mode, peak)
+
+
+def _warps(block: int) -> int:
+    """Warps for a row in registers. Never more threads than columns: those left over would do the columns of others
+    again, and might read hidden states to which delta has been added already."""
+    return min(MOST_WARPS, max(4, block // 512), max(1, block // 32))
 
 
 def _fused(mode: str) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError
 from nanokit.kernels import activations, reference
+from nanokit.kernels.gpu import rows
 from nanokit.kernels.gpu.activations import Activations
 from nanokit.kernels.gpu.rows import rms_norm, silu_gate
 from nanokit.kernels.gpu.runtime import device
@@ -78,6 +79,19 @@ def test_the_norm_of_long_rows(columns: int) -> None:
     x = rms_norm(hidden, weight, 1e-5, "fp32").dequantize()
     assert within(x, exact, 24)
     check_codes(rms_norm(hidden, weight, 1e-5, "a16"), x, "a16")
+
+
+@pytest.mark.parametrize("columns", [32, 64, 96, 576, 5120])
+def test_the_norm_has_no_more_threads_than_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton hands columns out again to threads left over. A warp of those that comes late reads hidden states to which
+    the first has added delta already, and adds it once more; one program after the other never shows it."""
+    asked: list[int] = []
+    monkeypatch.setattr(rows, "launch", lambda *_, warps: asked.append(warps))
+    hidden = torch.ones(1, columns, device=device())
+    rms_norm(hidden, hidden[0], 1e-5, "fp32", delta=hidden)
+    [warps] = asked
+    assert 32 * warps <= 1 << (columns - 1).bit_length()  # what a row is padded to
+    assert warps in (1, 2, 4, 8, 16)
 
 
 # -- the gate ---------------------------------------------------------------------------------------------------------
