@@ -32,7 +32,8 @@ def splits_of(outputs: int, units: int) -> int:
 def multiply(weights: Packed, x: Activations, ids: Tensor | None = None) -> Tensor:
     """x times the weights, plus their bias: fp32 [rows, outputs], or [rows, len(ids)] for these rows of the weights.
 
-    ids: int64 on the device, each below the number of outputs. Raises ParameterError for activations of other columns.
+    ids: int64 on the device, each below the number of outputs. Raises ParameterError for activations of other columns,
+    and for ids of another type or with gaps between them.
     """
     seen = x.codes if x.codes is not None else x.x
     assert seen is not None
@@ -42,7 +43,7 @@ def multiply(weights: Packed, x: Activations, ids: Tensor | None = None) -> Tens
             f"the activations do not fit {weights.name}",
             found=f"{columns} columns", needed=f"{weights.shape[1]} columns",
         )  # fmt: skip
-    outputs = weights.shape[0] if ids is None else len(ids)
+    outputs = weights.shape[0] if ids is None else len(_checked(ids))
     out = torch.empty(rows, outputs, dtype=torch.float32, device=seen.device)
     if rows == 0 or outputs == 0:
         return out
@@ -72,8 +73,8 @@ def multiply(weights: Packed, x: Activations, ids: Tensor | None = None) -> Tens
 
 def rows_of(weights: Packed, ids: Tensor) -> Tensor:
     """Rows of the weights, fp32 [len(ids), columns], bit for bit as the canonical codes dequantize. ids: int64 on the
-    device, each below the number of rows."""
-    out = torch.empty(len(ids), weights.shape[1], dtype=torch.float32, device=ids.device)
+    device, each below the number of rows. Raises ParameterError as `multiply`."""
+    out = torch.empty(len(_checked(ids)), weights.shape[1], dtype=torch.float32, device=ids.device)
     if len(ids):
         runtime.launch(
             device.unpack, (len(ids), -(-weights.units // UNPACKED)), ids, weights.codes, weights.scales,
@@ -82,6 +83,15 @@ def rows_of(weights: Packed, ids: Tensor) -> Tensor:
             weights.minimums is not None, UNPACKED,
         )  # fmt: skip
     return out
+
+
+def _checked(ids: Tensor) -> Tensor:
+    if ids.dtype is not torch.int64 or ids.ndim != 1 or not ids.is_contiguous():
+        raise ParameterError(
+            "these are no ids for the kernel",
+            found=f"{ids.dtype} {list(ids.shape)}, strides {list(ids.stride())}", needed="int64, one after the other",
+        )  # fmt: skip
+    return ids
 
 
 def _form(weights: Packed) -> tuple[int, str | None, int, int, int]:

@@ -169,3 +169,13 @@ def test_activations_of_another_matrix_are_refused() -> None:
     packed = pack("blk.3.down", weights("Q4_0", 5, 64))
     with pytest.raises(ParameterError, match=r"(?s)blk.3.down.*32 columns.*64 columns"):
         multiply(packed, seen(torch.zeros(1, 32), "a8g32"))
+
+
+def test_ids_with_gaps_are_refused() -> None:
+    """A kernel would read what lies between them."""
+    packed, x = pack("a", weights("Q4_0", 20, 64)), seen(torch.zeros(1, 64), "a8g32")
+    for ids in (torch.arange(20)[::2], torch.arange(5, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int64)):
+        with pytest.raises(ParameterError, match="no ids"):
+            rows_of(packed, ids.to(runtime.device()))
+        with pytest.raises(ParameterError, match="no ids"):
+            multiply(packed, x, ids.to(runtime.device()))
