@@ -59,7 +59,7 @@ class Bound:
     """See the module. peaks: of static activations, as in kernels/reference.py."""
 
     def __init__(self, config: "ModelConfig", weights: "Weights", activations: str) -> None:
-        self._config, self._mode = config, activations
+        self._config, self._mode, self._device = config, activations, runtime.device()
         self.variant = "triton-interpreter" if runtime.INTERPRETED else "triton"
         self.selection = Selection()
         self._layers = [Layer(layer) for layer in weights.layers]
@@ -67,7 +67,7 @@ class Bound:
         self._head = self._embedding if weights.head is None else _linear(weights.head)
         self._final_norm = _vector(weights.final_norm)
         self._tile_rows = tile_rows(config.num_heads, config.num_kv_heads)
-        self._rotation = Rotation(config.rope.inverse_frequencies(config.head_dim), device=runtime.device())
+        self._rotation = Rotation(config.rope.inverse_frequencies(config.head_dim), device=self._device)
         self.peaks: Tensor | None = None
         self._device_peaks: Tensor | None = None
 
@@ -76,13 +76,13 @@ class Bound:
         peaks that are not this model's, and in another mode."""
         self.peaks = checked_peaks(peaks, len(self._layers), self._mode)
         # Each alone at the beginning of 16 bytes, where a kernel wants what it reads.
-        self._device_peaks = self.peaks.to(runtime.device())[:, None].repeat(1, 4)
+        self._device_peaks = self.peaks.to(self._device)[:, None].repeat(1, 4)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def plan(self, batch: "Batch", pages: "Pages") -> Plan:
         """Resolve positions, slots, tiles and pages of a step. Sequences without new tokens take no part in it."""
-        step = make_step(batch, pages.block_size, self._tile_rows, runtime.device())
+        step = make_step(batch, pages.block_size, self._tile_rows, self._device)
         self._rotation = rotation = self._rotation.reaching(step.longest)
         return Plan(step, rotation.cos[step.positions], rotation.sin[step.positions], pages)
 
@@ -119,7 +119,7 @@ class Bound:
         if ids is not None:
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._config.vocab_size:
                 raise IndexError(f"an id lies outside 0…{self._config.vocab_size - 1}")
-            ids = ids.to(runtime.device(), torch.int64).contiguous()
+            ids = ids.to(self._device, torch.int64).contiguous()
         x = quantize(hidden.to(torch.float32).contiguous(), self._mode, self._peak(4 * len(self._layers), self._mode))
         return multiply(self._head, x, ids)
 
@@ -137,17 +137,21 @@ class Bound:
     def stream(self) -> float:
         """Seconds to read every packed weight once, and do nothing else with it."""
         arrays = [array for packed in self._matrices() for array in packed.arrays]
-        _synchronize()
+        self._synchronize()
         started = time.perf_counter()
         for array in arrays:
             array.view(torch.int32).sum()
-        _synchronize()
+        self._synchronize()
         return time.perf_counter() - started
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def _matrices(self) -> list[Packed]:
         return [*(matrix for layer in self._layers for matrix in layer.matrices), self._head]
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _peak(self, place: int, mode: str) -> Tensor | None:
         """Of static activations: fp32 [1]."""
@@ -185,8 +189,3 @@ def _packed(matrix: "Matrix", bias: np.ndarray | None = None) -> Packed:
 
 def _vector(vector: "Matrix") -> Tensor:
     return vector.dense().to(runtime.device()).contiguous()
-
-
-def _synchronize() -> None:
-    if runtime.device().type == "cuda":
-        torch.cuda.synchronize()

@@ -76,7 +76,8 @@ def device() -> torch.device:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages: int = 3) -> None:
-    """Run a kernel on the current stream. grid: programs, of up to three dimensions, none of them 0; args: in the
+    """Run a kernel on the current stream of the GPU where its first argument, a tensor, lies: a thread begins with GPU
+    0, wherever others have loaded a model. grid: programs, of up to three dimensions, none of them 0; args: in the
     order of the kernel's parameters, constants included. Multiplication and addition are never fused unasked."""
     if INTERPRETED:
         with _one_at_a_time:
@@ -86,7 +87,8 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, warps: int = 4, stages:
     if instead_of_running is not None:
         instead_of_running(kernel, grid, args, options)
     else:
-        kernel[tuple(grid)](*args, **options)
+        with torch.cuda.device(args[0].device):
+            kernel[tuple(grid)](*args, **options)
 
 
 def checked(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
