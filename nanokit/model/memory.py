@@ -18,8 +18,10 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_gpu_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on a GPU."""
-    return int(torch.cuda.mem_get_info(device)[0])
+    """Bytes that can be allocated on a GPU: what is free, and what torch keeps of tensors that are gone, as those of a
+    model that was loaded before."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def free_memory() -> int:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nanokit.errors import MemoryBudgetError, ParameterError
 from nanokit.model import memory
@@ -57,6 +58,15 @@ def test_cached_files_are_not_taken_for_used_memory(machine: Any) -> None:
     """A container is charged for the page cache: having just read the model file must not refuse the model."""
     stat = f"anon {MIB}\nfile {2 * GIB}\ninactive_file {2 * GIB}\nactive_file 0"
     assert machine(memory_max=3 * GIB, memory_current=2 * GIB + MIB, memory_stat=stat) == 3 * GIB - MIB
+
+
+def test_what_torch_keeps_of_a_gpu_can_be_had_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads a second model where the first one was would be refused for memory that torch holds for it."""
+    cuda = SimpleNamespace(
+        mem_get_info=lambda _: (3 * GIB, 80 * GIB), memory_reserved=lambda _: 70 * GIB, memory_allocated=lambda _: GIB
+    )
+    monkeypatch.setattr(memory.torch, "cuda", cuda)
+    assert memory.free_gpu_memory(torch.device("cuda", 0)) == 72 * GIB
 
 
 def test_a_budget_that_fits_exactly_passes_and_one_byte_more_is_refused() -> None:
