@@ -4,7 +4,9 @@ A process does one of the two. `TRITON_INTERPRET` decides if it is set (1: inter
 sees a GPU: kernels are made when their modules are imported, and the variable stays set for what Triton asks later. In
 the interpreter tensors lie in ordinary memory and every operation is numpy's, so that all code around the kernels, and
 their indexing, masks and order, run where there is no GPU. It does not show what only a compiler finds out (ahead.py
-does), nor how fast anything is.
+does), nor how fast anything is. Products of floats are summed here, one column after the other: in numpy's library the
+order depends on the processor, on the shape of a tile and on a row's place in it, and rows that must have the same bits
+in any company would not have them.
 
 Rejected: choosing at each launch. Functions that kernels call are bound when they are made, Triton's own as well.
 """
@@ -14,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +43,7 @@ if INTERPRETED:
 try:
     import triton.language as tl
     from triton.language import random, standard
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
     from triton.runtime.jit import JITFunction
 except ImportError as error:
     raise NoGpuError(
@@ -60,6 +63,20 @@ elif not INTERPRETED and isinstance(tl.sum, InterpretedFunction):
         "Triton was imported before nanokit.kernels.gpu, to interpret kernels",
         needed="compiled ones", do="set TRITON_INTERPRET=0 before Python starts",
     )  # fmt: skip
+
+_any_dot = InterpreterBuilder.create_dot
+
+
+def _dot(self: Any, a: Any, b: Any, start: Any, *how: Any) -> Any:
+    """a [M, K] times b [K, N], fp32, in the order of K and then to start; the interpreter's own for other types."""
+    if any(x.data.dtype != np.float32 or x.data.ndim != 2 for x in (a, b, start)):
+        return _any_dot(self, a, b, start, *how)
+    terms = np.multiply(a.data.T[:, :, None], b.data[:, None, :], order="C")
+    return TensorHandle(np.add.reduce(terms, axis=0) + start.data, start.dtype.scalar)
+
+
+if INTERPRETED:
+    InterpreterBuilder.create_dot = _dot
 
 # Set by ahead.py: called with kernel, grid, arguments and options, compiles on a machine without a GPU.
 instead_of_running: Callable[[Any, Sequence[int], Sequence[Any], dict[str, Any]], None] | None = None
