@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from nanokit.model.weights import Matrix, Weights
 
 LANES = 16  # rows of a panel
+OLDEST_GPU = (8, 0)  # compute capability: on 7.5 the Triton product does not compile, and attention has no tf32
 
 
 def fits_four_bits(code_range: tuple[int, int]) -> bool:
@@ -40,10 +41,10 @@ def matrices(weights: "Weights") -> list["Matrix"]:
 
 
 def packed_bytes(weights: "Weights") -> int:
-    """What the packed weights will take at most, in bytes: with scales and minimums in fp32."""
+    """What the packed weights will take at most, in bytes: with scales and minimums in fp32, columns in whole 64."""
     total = 0.0
     for matrix in matrices(weights):
-        kind = FORMATS[matrix.type]
+        kind, columns = FORMATS[matrix.type], -(-matrix.shape[1] // 64) * 64
         code = 0.5 if kind.table is not None or fits_four_bits(kind.code_range) else 1
-        total += (matrix.shape[0] + LANES - 1) * matrix.shape[1] * (code + 8 / kind.group)
+        total += (matrix.shape[0] + LANES - 1) * columns * (code + 8 / kind.group)
     return int(total)

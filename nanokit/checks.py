@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanokit import paths
+from nanokit.kernels.packable import OLDEST_GPU
 from nanokit.model.fetch import room_needed
 from nanokit.model.memory import free_memory, human
 from nanokit.model.spec import DEFAULT_MODEL, default_model_path, examine
@@ -122,6 +123,8 @@ def gpu() -> Verdict:
     if count:
         cards = [torch.cuda.get_device_properties(i) for i in range(count)]
         found = "; ".join(f"{card.name}, {human(card.total_memory)}" for card in cards)
+        if (cards[0].major, cards[0].minor) < OLDEST_GPU:
+            return ok(f"{found}; older than the kernels can use, the CPU is used")
         return _checked_kernels(found, cards[0].name) if triton else ok(f"{found}; not used: no Triton for this system")
     if said:
         return (
@@ -145,6 +148,7 @@ def _checked_kernels(found: str, card: str) -> Verdict:
     try:
         last = json.loads(path.read_text("utf-8"))
         day, wrong, skipped = last["started"][:10], len(last["faults"]), len(last["skipped"])
+        then = {name: last["versions"].get(name) for name in ("torch", "triton", "nanokit")}
     except FileNotFoundError:
         return "warn", f"{found}: the Triton kernels have not been checked on it", mend
     except (ValueError, KeyError, TypeError) as error:
@@ -155,6 +159,8 @@ def _checked_kernels(found: str, card: str) -> Verdict:
             f"{found}: {wrong} faults when its kernels were checked on {day}",
             f"see {path}, or again: {mend}",
         )
+    if then != {name: metadata.version(name) for name in then}:
+        return "warn", f"{found}: its kernels were checked on {day}, with other versions ({then})", mend
     left = f", {skipped} cases or speeds skipped" if skipped else ""
     return ok(f"{found}; kernels checked on {day}: all right{left}")
 

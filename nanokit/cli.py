@@ -263,7 +263,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", help=".gguf file, folder of safetensors, or org/name (default: fetched once)")
     group.add_argument("--ctx", type=int, help="longest prompt + answer, in tokens")
     group.add_argument("--kv-memory", help="memory for KV pages, such as 512MiB")
-    group.add_argument("--kv-format", help="fp32, fp16 (the default) or int8 pages; int4 on a GPU")
+    group.add_argument("--kv-format", help="fp32, fp16 (the default) or int8 pages; int4 but in the C kernels")
     group.add_argument("--device", help="cpu (the default), cuda: a GPU, or interpreter: the GPU's kernels without one")
     group.add_argument(
         "--activations",

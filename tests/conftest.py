@@ -1,5 +1,6 @@
 """Fixtures over the real default model: fetched once, loaded once, read by an independent oracle once."""
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -13,6 +14,9 @@ from nanokit.model.fetch import fetch_default_model
 
 # Notebooks that pytest executes record their figures; those are no runs of the user's.
 os.environ.setdefault("NANOKIT_RUNS", tempfile.mkdtemp(prefix="nanokit-test-runs-"))
+
+if importlib.util.find_spec("triton") is None:  # there is none but on Linux
+    collect_ignore = ["engine/test_gpu.py", "kernels/gpu"]
 
 
 @pytest.fixture(scope="session")

@@ -171,7 +171,7 @@ def test_gpu_offers_the_check_of_its_kernels_until_there_is_one(monkeypatch, hom
     """Kernels that nobody has tried on this card, a check of another card, one that found faults, one that is fine."""
     import torch
 
-    cards = SimpleNamespace(name="NVIDIA Test 9000", total_memory=24 << 30)
+    cards = SimpleNamespace(name="NVIDIA Test 9000", total_memory=24 << 30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards)
@@ -180,6 +180,7 @@ def test_gpu_offers_the_check_of_its_kernels_until_there_is_one(monkeypatch, hom
     other = paths.gpu_file("check", "NVIDIA Test 9001")
     path.parent.mkdir(parents=True)
     fine = {"started": "2026-11-30T03:00:00+00:00", "faults": [], "skipped": ["x"]}
+    fine["versions"] = {name: metadata.version(name) for name in ("torch", "triton", "nanokit")}
     other.write_text(json.dumps(fine))
     status, found, mend = checks.gpu()
     assert (status, "not been checked" in found) == ("warn", True)
@@ -193,6 +194,11 @@ def test_gpu_offers_the_check_of_its_kernels_until_there_is_one(monkeypatch, hom
     status, found, mend = checks.gpu()
     assert (status, mend) == ("ok", "")
     assert "checked on 2026-11-30: all right, 1 cases" in found
+    path.write_text(json.dumps(fine | {"versions": fine["versions"] | {"triton": "3.4"}}))
+    assert checks.gpu()[0] == "warn"
+    cards.major = 7
+    assert checks.gpu() == ("ok", "NVIDIA Test 9000, 24.00 GiB; older than the kernels can use, the CPU is used", "")
+    cards.major = 9
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     assert checks.gpu() == ("ok", "NVIDIA Test 9000, 24.00 GiB; not used: no Triton for this system", "")
 

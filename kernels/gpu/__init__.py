@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanokit.kernels.gpu.runtime import INTERPRETED, NoGpuError
-from nanokit.kernels.packable import obstacle
+from nanokit.kernels.packable import OLDEST_GPU, obstacle
 
 if TYPE_CHECKING:
     from nanokit.kernels.gpu.bound import Bound
     from nanokit.model.config import ModelConfig
     from nanokit.model.weights import Weights
-
-OLDEST = (8, 0)  # compute capability: on 7.5 the product does not compile, and attention has no tf32
 
 __all__ = ["NoGpuError", "bind", "check", "require"]
 
@@ -29,7 +27,7 @@ def require(device: str) -> None:
             needed="an NVIDIA GPU, its driver and a CUDA build of torch",
             do='use device="cpu"; nanokit doctor says what it sees',
         )
-    if device == "cuda" and torch.cuda.get_device_capability() < OLDEST:
+    if device == "cuda" and torch.cuda.get_device_capability() < OLDEST_GPU:
         raise NoGpuError(
             f"{torch.cuda.get_device_name()} is too old for the kernels",
             found="compute capability {}.{}".format(*torch.cuda.get_device_capability()),

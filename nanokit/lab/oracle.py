@@ -44,6 +44,7 @@ def bound(weights: QTensor, x: Tensor, mode: str, peak: float | None = None) -> 
 
     A kernel adds whole numbers exactly within a step of 32 columns (16 where a scale is for 16) and rounds once a step,
     twice in formats with minimums: at most (2 steps + 4) 2^-24 sum |w| |x|, the 4 for what is rounded inside a term.
+    The reference, which rounds once a column, is not bound to it by proof; it is only seen to keep to it.
     """
     seen = activations.quantize(x, mode, peak)
     a = seen.codes.double() * seen.scales.double().repeat_interleave(seen.group, 1)

@@ -229,7 +229,13 @@ def read_part(path: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is either the old one or the new one, never half. Raises OSError."""
+    """Write a file that is either the old one or the new one, never half. A symbolic link stays one, and what is there
+    and no file (a pipe, a device) is written into. Raises OSError."""
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as sink:
+            sink.write(text)
+        return
+    path = path.resolve()
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         scratch.write_text(text, encoding="utf-8")

@@ -131,6 +131,13 @@ def test_promises_are_counted_and_broken_ones_too(tiny: str, monkeypatch: pytest
     assert max(broken.samples["error_of_bound_C_int4-asym-g32"]) > max(kept.samples["error_of_bound_C_int4-asym-g32"])
 
 
+def test_a_promise_that_no_case_asks_for_is_none_of_none(tiny: str) -> None:
+    """Mode tensor promises nothing of a row alone: with nothing else asked, the table had no number for it."""
+    found = promises(params(tiny, modes=["tensor"], columns=[96]))
+    assert any("0 of 0" in row for row in found.table().rows)
+    assert found.metrics["reference_alone_share"] == 0
+
+
 def test_packing_counts_what_is_there(tiny: str) -> None:
     """Bytes that were rounded up belong to the packed form, and no weight may be lost on the way."""
     result = packing(params(tiny))

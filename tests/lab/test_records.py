@@ -26,6 +26,23 @@ def line(run_id: str = "a", **more) -> dict:
     return {"run_id": run_id, "notebook": "demo", "params": {}, "metrics": {}, "status": "ok", **more}
 
 
+def test_what_is_no_file_is_written_into_and_a_link_stays_one(tmp_path: Path) -> None:
+    """As root, --json /dev/full made a file of a device, and the system's own programs broke."""
+    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
+    file.write_text("old")
+    link.symlink_to(file)
+    records.write_atomically(link, "new")
+    assert link.is_symlink()
+    assert file.read_text() == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    records.write_atomically(pipe, "through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
 def test_a_record_reads_back(tmp_path):
     append_record(tmp_path, line(metrics={"x": 1.5}, texts={"answer": "naïve\nlines ☾"}))
     found, problems = read_records(tmp_path)

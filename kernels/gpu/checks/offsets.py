@@ -1,8 +1,9 @@
 """Claim Q8: 4-bit weights must begin on 32 bytes, or each load takes two memory transactions; +19 % by aligning them.
 
 The codes of one large matrix at every base offset from 0 to 128 bytes, beside a plain copy at the same offsets. `pack`
-aligns what it makes, so the product is handed a shifted view. Off a multiple of 16 the compiler may no longer use loads
-of 16 bytes: which it used then is listed by size, as far as the compiler knows the device.
+aligns what it makes, so the product is handed a shifted view. Offset 0 comes twice, first and last: a difference that
+is not larger than theirs is none. Off a multiple of 16 the compiler may no longer use loads of 16 bytes: which it used
+then is listed by size, as far as the compiler knows the device.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from nanokit.kernels.gpu.checks.speed import MODE, Bench
 from nanokit.kernels.gpu.pack import Packed
 from nanokit.kernels.gpu.product import multiply
 
-OFFSETS = (0, 1, 2, 4, 8, 16, 32, 64, 96, 128)
+OFFSETS = (0, 1, 2, 4, 8, 16, 32, 64, 96, 128, 0)  # bytes
 ROOM = 256  # bytes beyond the codes; every copy begins on a multiple of it
 FORMAT = "int4-sym-g32"
 

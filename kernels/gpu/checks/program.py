@@ -6,7 +6,8 @@
     --arch 80 90      the same cases compiled for GPUs that are not here: registers, shared memory, widths of loads
     --tune            configurations of products tried on the GPU; the best go into the cache folder (gpu/configs.py)
 
-    --only OP …       these operations; --first N: of each operation the first N cases; --seconds N: the time for all
+    --only OP …       these operations; --first N: of each operation the first N cases; --seconds N: the time for all,
+                      in a check only; --tune takes no other choice but --interpret, and some minutes
     --json FILE       the document below; that of a check of everything on a GPU is kept in the cache folder besides,
                       where `nanokit doctor` looks for it
 
@@ -22,10 +23,12 @@
      "tuned": [{"format", "kind", "rows", "config", "ms", "default_ms", "equal", "tried"}],
      "compiled": [{"kernel", "arch", "constants", "warps", "registers", "stack", "shared", "ptx", "loads", "mma"}],
      "skipped": [names of what had no time left], "remarks": [...], "faults": [what is wrong, a line each],
+     "interrupted": whether Ctrl-C ended it,
      "machine", "versions", "git", "code_sha256": as in nanokit.bench/1, "started": ..., "duration_s": ...}
 
 An error is in the unit of its bound: bits that differ (bound 0), or a part of what the case's own docstring measures
-by. Exit code: 0 all right, 1 something is wrong (a bound, a launch, spilled registers), 2 a wrong option or no GPU.
+by. Exit code: 0 all right, 1 something is wrong (a bound, a launch, spilled registers) or nothing had time, 2 a wrong
+option or no GPU, 130 after Ctrl-C, with what was found until then.
 
 A program beside the backend: nothing imports it. What it takes from floors above the kernels (the machine card, writing
 a file whole) it looks up when it is wanted.
@@ -51,6 +54,7 @@ from nanokit.paths import gpu_file
 
 SCHEMA = "nanokit.gpu-check/1"
 SECONDS = 165.0
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,18 +69,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("there is no GPU that torch sees: --interpret runs the check in Triton's interpreter\n")
         return 2
     if interpreted != runtime.INTERPRETED:  # kernels are made for one way when they are imported, see runtime.py
-        command = [sys.executable, "-m", "nanokit.kernels.gpu.check", *argv]
-        return subprocess.run(
-            command, env=os.environ | {"TRITON_INTERPRET": str(int(interpreted))}, check=False
-        ).returncode
+        return _in_the_other_way(argv, interpreted)
     try:
         made = _document(mode, options)
+        sys.stdout.write(report.text(made))
         _keep(mode, options, made)
     except NanokitError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(report.text(made))
-    return int(bool(made["faults"]))
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    return INTERRUPTED if made["interrupted"] else int(bool(made["faults"]))
+
+
+def _in_the_other_way(argv: Sequence[str], interpreted: bool) -> int:
+    """The same program in a process of the other kind. Ctrl-C reaches both: this one waits for what that one says."""
+    environment = os.environ | {"TRITON_INTERPRET": str(int(interpreted))}
+    process = subprocess.Popen([sys.executable, "-m", "nanokit.kernels.gpu.check", *argv], env=environment)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -91,7 +106,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="try configurations of products, keep the best")
     parser.add_argument("--only", nargs="+", default=[], metavar="OP", choices=run.OPS, help=", ".join(run.OPS))
     parser.add_argument("--first", type=_count, metavar="N", help="of each operation the first N cases")
-    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="N", help=f"for all of it ({SECONDS:.0f})")
+    parser.add_argument("--seconds", type=_seconds, metavar="N", help=f"for all of a check ({SECONDS:.0f})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     parser.add_argument(
         "--part", type=_part, default=(0, 1), help=argparse.SUPPRESS
@@ -99,6 +114,12 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.tune and options.arch:
         parser.error("--tune measures, --arch only compiles")
+    if options.tune and (options.only or options.first is not None):
+        parser.error("--tune tries products: it has no --only and no --first")
+    if options.seconds is not None and (options.tune or options.arch):
+        parser.error("--seconds is for a check: --tune and --arch go on to their end")
+    if options.seconds is None and not (options.tune or options.arch):
+        options.seconds = SECONDS
     target = options.json
     if target is not None and (target.is_dir() or not target.absolute().parent.is_dir()):
         parser.error(f"--json {target}: not the name of a file in a folder that exists")
@@ -106,9 +127,18 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of cases from 1 on")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time above 0")
     return number
 
 
@@ -121,7 +151,7 @@ def _document(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run what was asked for; see the module for what comes out."""
     from nanokit.lab.provenance import provenance
 
-    started, budget = datetime.now(UTC), Budget(options.seconds)
+    started, budget = datetime.now(UTC), Budget(options.seconds or 0.0)
     origin = provenance()
     if mode == "compiled":
         found = run.compiled(options.arch, options.only, options.first, options.part)
@@ -151,11 +181,12 @@ def _keep(mode: str, options: argparse.Namespace, made: dict[str, Any]) -> None:
     """Write the document where it was asked for and, of a whole check or a tuning on a GPU, into the cache."""
     if options.json is not None:
         _write(options.json, made)
-    if made["device"] is None:
+    if made["device"] is None or made["interrupted"]:
         return
     name = made["device"]["name"]
     if mode == "tune":
-        rows = [{key: each[key] for key in ("kind", "rows", "config", "ms", "default_ms")} for each in made["tuned"]]
+        rows = [{key: each[key] for key in ("kind", "rows", "config", "ms", "default_ms")} for each in made["tuned"]
+                if each["ms"] is not None]  # fmt: skip
         _write(configs.place(name), configs.document(name, made["started"], rows))
     elif not options.only and options.first is None:
         _write(gpu_file("check", name), made)

@@ -28,7 +28,10 @@ def text(made: Mapping[str, Any]) -> str:
     parts += [f"note: {remark}" for remark in made["remarks"]]
     if made["timings"] == "interpreter":
         parts.append("note: kernels were interpreted: times say nothing about a GPU")
-    verdict = "WRONG" if made["faults"] else "all right as far as it went" if made["skipped"] else "all right"
+    cut = made["skipped"] or made["interrupted"]
+    verdict = "WRONG" if made["faults"] else "all right as far as it went" if cut else "all right"
+    if made["interrupted"]:
+        parts.append("note: interrupted; what came after is neither here nor listed as skipped")
     parts.append(f"{verdict}, {made['duration_s']:.0f} s, {made['mode']}")
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -46,11 +46,14 @@ class Findings:
     compiled: list[Report] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
     @property
     def faults(self) -> list[str]:
         """Everything that is wrong, a line each."""
         found = []
+        if self.skipped and not (self.correctness or self.offsets or self.speed):
+            found.append("nothing was checked: the time was over before the first case")
         for each in self.correctness:
             if not each.ok:
                 why = each.fault or f"error {each.error:.3g}, bound {each.bound:.3g}"
@@ -69,7 +72,8 @@ class Findings:
 
     def to_record(self) -> dict[str, Any]:
         """As JSON values."""
-        record = {name: getattr(self, name) for name in ("speed", "offsets", "tuned", "skipped", "remarks")}
+        names = ("speed", "offsets", "tuned", "skipped", "remarks", "interrupted")
+        record = {name: getattr(self, name) for name in names}
         outcomes, reports = [asdict(each) for each in self.correctness], [asdict(each) for each in self.compiled]
         return {"correctness": outcomes, "compiled": reports, **record, "faults": self.faults}
 
@@ -92,7 +96,16 @@ def chosen(everything: Sequence[Some], only: Sequence[str], first: int | None) -
 
 def check(budget: Budget, only: Sequence[str], first: int | None, say: Callable[[str], None]) -> Findings:
     """Cases, offsets and speeds, on the device or in the interpreter."""
-    tiny, found = runtime.INTERPRETED, Findings()
+    found = Findings()
+    try:
+        _check(budget, only, first, say, found)
+    except KeyboardInterrupt:
+        found.interrupted = True
+    return found
+
+
+def _check(budget: Budget, only: Sequence[str], first: int | None, say: Callable[[str], None], found: Findings) -> None:
+    tiny = runtime.INTERPRETED
     cases, tasks = chosen(all_cases(tiny), only, first), chosen(speed.tasks(tiny), only, first)
     if not tiny:
         say("compiling")
@@ -104,7 +117,14 @@ def check(budget: Budget, only: Sequence[str], first: int | None, say: Callable[
         else:
             found.correctness.append(outcome_of(case))
     bench = Bench(timer(), tiny)
-    found.speed.append(bench.measure_copy())
+    if budget.spent():
+        found.skipped += ["copy", *(f"offset {n}" for n in offsets.OFFSETS if not only or "offsets" in only)]
+        found.skipped += [f"speed of {task.op}: {task.name}" for task in tasks]
+        return
+    try:  # a GPU that a case has left in an error refuses everything from then on
+        found.speed.append(bench.measure_copy())
+    except FAULTS as error:
+        found.correctness.append(Outcome("copy", "timing torch's copy", None, None, False, fault_of(error)))
     if not only or "offsets" in only:
         say("offsets")
         _sweep(bench, budget, found)
@@ -120,7 +140,6 @@ def check(budget: Budget, only: Sequence[str], first: int | None, say: Callable[
     found.speed += bench.bf16_records()
     if any(each.get("gaps") for each in found.speed):
         found.remarks.append("where gaps are noted, the GPU waited for the host: ms say more about the latter")
-    return found
 
 
 def _sweep(bench: Bench, budget: Budget, found: Findings) -> None:
@@ -168,7 +187,7 @@ def _compile_ahead(budget: Budget, only: Sequence[str], first: int | None) -> li
     if arch not in ahead.SHARED_KIB:
         return [f"sm_{arch} is not known to ahead.py: kernels were compiled one after the other"]
     workers = min(MOST_WORKERS, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "nanokit.kernels.gpu.check", "--arch", str(arch), "--seconds", "0"]
+    command = [sys.executable, "-m", "nanokit.kernels.gpu.check", "--arch", str(arch)]
     command += ["--only", *only] if only else []
     command += ["--first", str(first)] if first is not None else []
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

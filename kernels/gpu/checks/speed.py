@@ -1,8 +1,9 @@
 """How fast the kernels are in the shapes of whole models, beside what the device copies and multiplies in bf16.
 
-GB/s count the bytes that an operation has to move: packed weights of a product, pages of attention, inputs and outputs
-of the rest. share_of_copy: GB/s over those of torch's copy of a large buffer, read and write counted. vs_bf16: how many
-times faster than torch.matmul with weights of that shape in bf16.
+GB/s count the bytes that an operation has to move: packed weights of a product, pages of attention, inputs of norm,
+gate, rope and selection, which a cache may hold as it does in a step, and of fake quantization all that is read and
+written. share_of_copy: GB/s over those of torch's copy of a large buffer, read and write counted. vs_bf16: how many
+times faster than torch.matmul with weights of that shape in bf16; inputs are quantized beforehand, as the norm does.
 """
 
 from collections.abc import Callable

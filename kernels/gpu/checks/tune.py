@@ -62,7 +62,8 @@ def _best(bench: Bench, name: str, packed: list[Packed], bucket: int) -> dict[st
         first = out if first is None else first
         tried.append({"config": list(config), "ms": timing.median, "equal": torch.equal(out, first), "fault": ""})
     ran = [each for each in tried if each["ms"] is not None]
-    best = min(ran, key=lambda each: each["ms"]) if ran else tried[0]
+    right = [each for each in ran if each["equal"]]
+    best = min(right, key=lambda each: each["ms"]) if right else tried[0]
     configs.in_use()[key] = ProductConfig(*best["config"])
     return {
         "format": name, "kind": key[0], "rows": bucket, "config": best["config"], "ms": best["ms"],

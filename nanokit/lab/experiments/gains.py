@@ -1,9 +1,10 @@
 """What each backend gains: the time of a product by the number of rows, on a model's own matrices.
 
-All layers' matrices of a kind are walked through one after the other, as a forward does, so that a cache keeps no more
-of them than it would there. The backends take turns. Every product is a call from Python, which in a model's step it
-is not: C makes one call of a whole step. `torch fp32` multiplies with unrounded inputs and dequantized weights, what
-one would do without any of this; the reference rounds the inputs first and then does the same.
+All layers' matrices of a kind are walked through one after the other, so that a cache does not serve the same one
+again. In a forward the other kinds come between them: where one kind fits into the last cache and the model does not,
+times here are those of the cache, and shorter. The backends take turns. Every product is a call from Python, which in a
+model's step it is not: C makes one call of a whole step. `torch fp32` multiplies with unrounded inputs and dequantized
+weights, what one would do without any of this; the reference rounds the inputs first and then does the same.
 """
 
 import statistics

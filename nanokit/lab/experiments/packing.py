@@ -114,7 +114,12 @@ def _needed(q: QTensor) -> dict[str, float]:
 def _pack(tally: dict[str, float], kind: str, name: str, found: QTensor, arena: Arena, expected: torch.Tensor) -> None:
     """Pack one matrix, and unpack it again off the clock. expected: the weights."""
     made: list[Side] = []
-    ms = milliseconds(lambda: made.append(Compiled(found, arena) if name == "C" else Triton(found)))
+
+    def work() -> None:
+        made.append(Compiled(found, arena) if name == "C" else Triton(found))
+        made[0].finish()
+
+    ms = milliseconds(work)
     [side] = made
     rows = torch.arange(found.shape[0])
     if not side.timed:

@@ -117,9 +117,8 @@ def _check_product(weights: QTensor, there: list[Side], mode: str, tally: _Tally
         said[side.name] = found = side.multiply(x, mode, peak)
         if side.name != "reference":
             tally.count(f"codes_equal_{side.name}", same_codes(side, x, mode, peak))
-        if mode != "tensor":
-            row = side.multiply(x[ALONE : ALONE + 1], mode, peak)[0]
-            tally.count(f"alone_equal_{side.name}", torch.equal(row, found[ALONE]))
+        alone = mode != "tensor" and torch.equal(side.multiply(x[ALONE : ALONE + 1], mode, peak)[0], found[ALONE])
+        tally.count(f"alone_equal_{side.name}", alone)
         worst = float(((found - exact).abs() / allowed).max())
         tally.samples.setdefault(f"error_of_bound_{side.name}_{weights.format}", []).append(worst)
     if isinstance(there[-1], Triton) and "C" in said:

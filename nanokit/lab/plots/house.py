@@ -12,6 +12,7 @@ per figure was rejected: each stores megabytes of JavaScript in a saved notebook
 
 import statistics
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 
 import plotly.graph_objects as go
 
@@ -40,6 +41,7 @@ HEIGHT = 380
 LINE, TOP = 21, 16  # of the title: height of a line, and where the first begins, px
 MOST_TICKS = 12
 DASHES = ("solid", "dash", "dot", "dashdot")
+REMARK_WIDTH = 70  # characters that fit beside a legend
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x")
 
 _axis = {
@@ -108,7 +110,10 @@ def figure(finding: str, *, x: str = "", y: str = "", summary: str = "", height:
 
 def with_remark(finding: str, remarks: Sequence[str]) -> str:
     """The finding, and beneath it the first remark up to its colon, if there is one: why it is not to be quoted."""
-    return finding + f"<br><i>{remarks[0].partition(':')[0]}: not to be quoted</i>" if remarks else finding
+    if not remarks:
+        return finding
+    lines = wrap(f"{remarks[0].partition(':')[0]}: not to be quoted", REMARK_WIDTH, break_long_words=False)
+    return finding + "".join(f"<br><i>{line}</i>" for line in lines)
 
 
 def bars(

@@ -63,8 +63,9 @@ def gains(result: "GainResult", kind: str = "") -> go.Figure:
         growth = result.ms(fast, kind, ends[1]) / result.ms(fast, kind, ends[0])
         finding = f"{kind}: {_rows(ends[1])} take {growth:.1f} times the time of {ends[0]}"
     series = {name: (rows, [result.ms(name, kind, each) for each in rows]) for name in names}
+    of_these = [remark for remark in result.remarks if f"_ms_of_{kind}_at_" in remark]
     return lines(
-        with_remark(finding, result.remarks), series, x="rows of the product", y="time of one product (ms)",
+        with_remark(finding, of_these), series, x="rows of the product", y="time of one product (ms)",
         log_x=True, log_y=True,
     )  # fmt: skip
 

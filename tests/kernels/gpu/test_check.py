@@ -7,6 +7,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,11 @@ import nanokit.kernels.gpu.device
 from nanokit.kernels.gpu import ahead, configs, product, runtime
 from nanokit.kernels.gpu.checks import offsets, product_cases, program, run, timer, work
 from nanokit.kernels.gpu.checks.timer import EventTimer
+from nanokit.kernels.gpu.pack import CODES8
 from nanokit.paths import gpu_file
 
 KEYS = {"schema", "mode", "timings", "options", "device", "correctness", "speed", "offsets", "tuned", "compiled",
-        "skipped", "remarks", "faults", "machine", "versions", "git", "code_sha256", "started",
+        "skipped", "remarks", "faults", "interrupted", "machine", "versions", "git", "code_sha256", "started",
         "duration_s"}  # fmt: skip
 
 pytestmark = [
@@ -125,6 +127,18 @@ def test_a_timing_that_fails_and_other_bits_at_an_offset_are_faults(monkeypatch:
     assert called("--interpret", "--only", "offsets") == 1
 
 
+def test_a_device_left_in_an_error_does_not_lose_the_findings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After an illegal access every CUDA call raises, the copy that speeds are compared with first of all."""
+
+    def broken(bench: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(run.Bench, "measure_copy", broken)
+    assert called("--interpret", "--only", "select", "--first", "1", "--json", str(tmp_path / "a.json")) == 1
+    [fault] = json.loads((tmp_path / "a.json").read_text("utf-8"))["faults"]
+    assert fault == "copy: timing torch's copy: RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
 def test_not_a_number_is_never_within_a_bound() -> None:
     nan = torch.tensor([1.0, float("nan")])
     assert not work.within(nan, torch.ones(2).double(), torch.ones(2), 1e9).ok
@@ -136,16 +150,53 @@ def test_not_a_number_is_never_within_a_bound() -> None:
 
 
 def test_what_had_no_time_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Silence would pass for a check."""
-    assert called("--interpret", "--seconds", "0", "--json", str(tmp_path / "a.json")) == 0
+    """Silence would pass for a check; and a check of nothing is none."""
+    assert called("--interpret", "--seconds", "1e-9", "--json", str(tmp_path / "a.json")) == 1
     made = json.loads((tmp_path / "a.json").read_text("utf-8"))
     cases, tasks = run.all_cases(True), run.speed.tasks(True)
-    assert made["correctness"] == []
-    assert len(made["skipped"]) == len(cases) + len(tasks) + len(offsets.OFFSETS) - 1
+    assert made["correctness"] == made["speed"] == []
+    assert len(made["skipped"]) == len(cases) + len(tasks) + len(offsets.OFFSETS) + 1  # torch's copy
     out = capsys.readouterr().out
-    assert "skipped" in out
+    assert out.startswith("WRONG\n  nothing was checked")
     assert made["skipped"][0] in out
+
+
+def test_an_interruption_keeps_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Minutes on somebody's GPU would be lost; the exit code is the one of Ctrl-C."""
+    whole, seen = run.outcome_of, []
+
+    def third(case: Any) -> Any:
+        seen.append(case)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return whole(case)
+
+    monkeypatch.setattr(run, "outcome_of", third)
+    assert called("--interpret", "--only", "quantize", "--json", str(tmp_path / "a.json")) == 130
+    made = json.loads((tmp_path / "a.json").read_text("utf-8"))
+    assert made["interrupted"]
+    assert len(made["correctness"]) == 2
+    out = capsys.readouterr().out
+    assert "note: interrupted" in out
     assert "all right as far as it went" in out
+
+
+def test_a_document_that_cannot_be_written_leaves_the_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """They come first, and the exit code tells."""
+
+    def full(self: Path, *_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert called("--interpret", "--only", "select", "--first", "1", "--json", str(tmp_path / "a.json")) == 1
+    said = capsys.readouterr()
+    assert "all right" in said.out
+    assert "No space left" in said.err
+    assert not (tmp_path / "a.json").exists()
 
 
 def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +205,10 @@ def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert called() == 2
     assert "--interpret" in capsys.readouterr().err
     for asked in (["--only", "matmul"], ["--arch", "12"], ["--json", str(tmp_path / "none" / "a.json")],
-                  ["--json", str(tmp_path)], ["--first", "0"], ["--arch", "90", "--tune"],
-                  ["--arch", "90", "--interpret"]):  # fmt: skip
+                  ["--json", str(tmp_path)], ["--first", "0"], ["--seconds", "0"],
+                  ["--seconds", "-1"], ["--arch", "90", "--tune"],
+                  ["--arch", "90", "--interpret"], ["--tune", "--only", "select"], ["--tune", "--seconds", "9"],
+                  ["--arch", "90", "--seconds", "9"]):  # fmt: skip
         with pytest.raises(SystemExit) as stopped:
             called(*asked)
         assert stopped.value.code == 2, asked
@@ -244,7 +297,8 @@ def test_a_whole_check_of_a_device_is_kept_for_the_doctor(
     facts = program.device_facts()
     assert facts == {"name": "NVIDIA Test 9000", "capability": [9, 0], "memory_bytes": 1 << 34, "processors": 132,
                      "l2_bytes": 1000, "cuda": torch.version.cuda}  # fmt: skip
-    made = {"device": facts, "faults": [], "skipped": [], "started": "2026-11-30T04:00:00+00:00"}
+    made = {"device": facts, "faults": [], "skipped": [], "interrupted": False, "started": "2026-11-30T04:00:00+00:00"}
+    made["versions"] = {name: metadata.version(name) for name in ("torch", "triton", "nanokit")}
     path = gpu_file("check", "NVIDIA Test 9000")
     program._keep("device", options, made)
     assert not path.exists()
@@ -292,6 +346,7 @@ def test_tuning_runs_and_does_not_change_bits(
     monkeypatch.setattr(configs, "_measured", lambda table={}: table)
     assert called("--interpret", "--tune") == 1
     assert "bits depend on the configuration" in capsys.readouterr().out
+    assert configs.in_use()[CODES8, 8] == configs.DEFAULTS[8]  # the only bucket whose stages `wrong` looks at
 
 
 def test_what_was_measured_is_taken_and_what_is_broken_refused(
@@ -302,7 +357,9 @@ def test_what_was_measured_is_taken_and_what_is_broken_refused(
     assert configs.read(name) == {}
     rows = [{"kind": 2, "rows": 16, "config": [16, 128, 8, 5], "ms": 1.0, "default_ms": 2.0, "tried": []}]
     program._keep(
-        "tune", program._options(["--tune"]), {"device": {"name": name}, "tuned": rows, "started": "2026-11-30"}
+        "tune",
+        program._options(["--tune"]),
+        {"device": {"name": name}, "tuned": rows, "interrupted": False, "started": "2026-11-30"},
     )
     table = configs.read(name)
     assert table == {(2, 16): configs.ProductConfig(16, 128, 8, 5)}
