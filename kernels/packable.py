@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from nanokit.quant.formats import FORMATS
-
 if TYPE_CHECKING:
     from nanokit.model.config import ModelConfig
     from nanokit.model.weights import Matrix, Weights
@@ -22,11 +20,14 @@ def obstacle(config: "ModelConfig", weights: "Weights") -> tuple[str, str | None
     """Why neither backend can take the model, and what to do about it if something can be; None if both can. Only the
     file's header is looked at."""
     for matrix in matrices(weights):
-        if matrix.type not in FORMATS or not FORMATS[matrix.type].has_codes:
+        coding = matrix.coding
+        if coding is None:
             return (
                 f"weights of the type {matrix.type} ({matrix.name})",
-                "use a file in Q4_0, Q4_1, Q8_0 or a K type for the fast path",
+                "use a file in Q4_0, Q4_1, Q8_0 or a K type, or a policy such as int8-sym-channel, for the fast path",
             )
+        if coding.group != 16 and coding.group % 32:
+            return f"groups of {coding.group} columns ({matrix.name})", "use groups of 16 or of a multiple of 32"
         if matrix.shape[1] % 32:
             return f"{matrix.shape[1]} columns ({matrix.name}), which are no multiple of 32", None
     if config.head_dim % 16:
@@ -44,7 +45,8 @@ def packed_bytes(weights: "Weights") -> int:
     """What the packed weights will take at most, in bytes: with scales and minimums in fp32, columns in whole 64."""
     total = 0.0
     for matrix in matrices(weights):
-        kind, columns = FORMATS[matrix.type], -(-matrix.shape[1] // 64) * 64
-        code = 0.5 if kind.table is not None or fits_four_bits(kind.code_range) else 1
-        total += (matrix.shape[0] + LANES - 1) * columns * (code + 8 / kind.group)
+        coding, columns = matrix.coding, -(-matrix.shape[1] // 64) * 64
+        assert coding is not None  # `obstacle` was asked before
+        code = 0.5 if coding.table or fits_four_bits(coding.code_range) else 1
+        total += (matrix.shape[0] + LANES - 1) * columns * (code + 8 / coding.group)
     return int(total)

@@ -132,6 +132,12 @@ def _synth(args: argparse.Namespace) -> int:
     return 0
 
 
+def _info(args: argparse.Namespace) -> int:
+    from nanokit.lab import model_info
+
+    return model_info.main(args.file, args.compare, args.json)
+
+
 def _generate(args: argparse.Namespace) -> int:
     from nanokit.engine import console
 
@@ -172,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     lab.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="passed on to jupyter lab")
     lab.set_defaults(command=_lab)
 
-    model = commands.add_parser("model", help="the default model, and files of random weights").add_subparsers(
+    model = commands.add_parser("model", help="the default model, files of random weights, and what a file holds").add_subparsers(
         metavar="ACTION", required=True
     )
     fetch = model.add_parser("fetch", help="download the default model once and print its path")
@@ -185,6 +191,12 @@ def _parser() -> argparse.ArgumentParser:
     synth.add_argument("--seed", type=int, default=0, help="equal seeds give equal files (%(default)s)")
     synth.add_argument("--force", action="store_true", help="replace a file that is there already")
     synth.set_defaults(command=_synth)
+
+    info = model.add_parser("info", help="what a model file is, and where its bytes lie")
+    info.add_argument("file", help="a .gguf file, a .safetensors file, or a folder of them")
+    info.add_argument("--compare", metavar="FILE", help="another file of the same model: where the bytes differ")
+    info.add_argument("--json", metavar="FILE", help="write every tensor's bytes there; - is standard output")
+    info.set_defaults(command=_info)
 
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", nargs="?", help="the text; - or a pipe reads it from standard input")
@@ -269,6 +281,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--activations",
         help="inputs of products: a8g32 (the default), a8g16, a16, token, tensor, static; fp32 is transformers' own",
     )
+    group.add_argument("--policy", help="quantize the weights at loading, such as int4-sym-g64 (default: as stored)")
     group.add_argument("--dynamic-scale", metavar="true|false", help="another name for --activations token | static")
     group.add_argument("--mapped", action="store_true", help="leave weights in the file: little memory, slow")
     group.add_argument("--rope-freq-base", type=float, help="override the model's own, with --force")

@@ -11,11 +11,17 @@ from typing import Any
 
 from nanokit.errors import ModelFileError, naming
 from nanokit.model.config import config_from_transformers
-from nanokit.model.source import GGUFSource, ModelSource, SafetensorsSource, read_json, weight_names
+from nanokit.model.source import (
+    DESCRIPTIONS,
+    GGUFSource,
+    ModelSource,
+    SafetensorsSource,
+    read_json,
+    weight_names,
+)
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-HUB_JSON = ["model.safetensors.index.json", "config.json", "generation_config.json", "tokenizer.json",
-            "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]  # fmt: skip
+HUB_JSON = ["model.safetensors.index.json", *DESCRIPTIONS]
 
 
 def open_model(source: str | Path, *, rope_base: float | None = None) -> ModelSource:
@@ -27,13 +33,17 @@ def open_model(source: str | Path, *, rope_base: float | None = None) -> ModelSo
     try:
         if path.is_file():
             with naming(path.name):
+                if path.suffix == ".safetensors":
+                    from nanokit.model.saved import QuantizedFile
+
+                    return QuantizedFile(path, rope_base=rope_base)
                 return GGUFSource(path, rope_base=rope_base)
         if path.is_dir():
             with naming(path.resolve().name):
                 return SafetensorsSource(path, rope_base=rope_base)
     except OSError as error:  # what the system does not take as a path; files are opened further down
         raise _no_such_model(error.strerror) from error
-    looks_like_file = path.is_absolute() or path.suffix == ".gguf" or str(source).startswith((".", "~"))
+    looks_like_file = path.is_absolute() or path.suffix in (".gguf", ".safetensors") or str(source).startswith((".", "~"))
     if looks_like_file or not HUB_NAME.fullmatch(str(source)):
         raise _no_such_model(f"no file or folder {source}")
     name = str(source)
@@ -45,7 +55,7 @@ def _no_such_model(found: str | None) -> ModelFileError:
     return ModelFileError(
         "there is no such model",
         found=found,
-        needed="a .gguf file, a folder of safetensors, or org/name on the hub",
+        needed="a .gguf file, a folder of safetensors, a .safetensors file of nanokit quantize, or org/name on the hub",
         do="check the path; `nanokit model fetch` prints the path of the default model",
     )
 

@@ -22,9 +22,13 @@ from nanokit.model.config import ModelConfig, config_from_transformers
 from nanokit.model.config_gguf import config_from_gguf
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.weights import GLOBAL_NAMES, Stored, TensorSource
+from nanokit.quant.formats import FORMATS
 from nanokit.quant.qtensor import QTensor
 
 JSON_LIMIT = 64 << 20
+# The files of a model folder that configuration and tokenizer are read from.
+DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -34,6 +38,10 @@ class ModelSource(TensorSource, Protocol):
     name: str
     config: ModelConfig
     tokenizer: Tokenizer
+
+    def facts(self) -> dict[str, Any]:
+        """What the model is beside its tensors, in plain JSON: all that its configuration and tokenizer are read from."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,14 @@ def footprint(source: ModelSource) -> Footprint:
 
 
 class GGUFSource:
-    """A GGUF file. Llama files keep q and k permuted for interleaved rope; `tensor` undoes it, by head counts."""
+    """A GGUF file (`file`). Llama files keep q and k permuted for interleaved rope; `tensor` undoes it, by head counts."""
 
     kind = 0
 
     def __init__(self, path: Path, *, rope_base: float | None = None) -> None:
-        self._file = GGUFFile.open(path)
+        self.file = GGUFFile.open(path)
         self.name = path.name
-        infos = self._file.tensors
+        infos = self.file.tensors
         if "token_embd.weight" not in infos:
             raise ModelFileError(
                 f"{path.name} holds no token embedding",
@@ -77,15 +85,15 @@ class GGUFSource:
                 needed="a whole language model",
                 do="name the file of the language model (a projector or a vocabulary is only a part)",
             )
-        factors = self._file.tensor("rope_freqs.weight") if "rope_freqs.weight" in infos else None
+        factors = self.file.tensor("rope_freqs.weight") if "rope_freqs.weight" in infos else None
         self.config = config_from_gguf(
-            self._file.metadata,
+            self.file.metadata,
             vocab_size=infos["token_embd.weight"].shape[0],
             tied_head="output.weight" not in infos,
             frequency_factors=None if factors is None else factors.reshape(-1).tolist(),
             rope_base=rope_base,
         )
-        self.tokenizer = Tokenizer.from_gguf(self._file.metadata)
+        self.tokenizer = Tokenizer.from_gguf(self.file.metadata)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ModelFileError(
                 f"{path.name} has more tokens than its embedding has rows",
@@ -94,20 +102,26 @@ class GGUFSource:
                 do="convert the model again from its source",
             )
         self.tokenizer.pad_to(self.config.vocab_size)
-        self.stored = {name: Stored(info.shape, info.nbytes, info.type) for name, info in infos.items()}
+        self.stored = {
+            name: Stored(info.shape, info.nbytes, info.type, FORMATS[info.type].coding if info.type in FORMATS else None)
+            for name, info in infos.items()
+        }
+
+    def facts(self) -> dict[str, Any]:
+        return {"gguf": self.file.metadata}
 
     def tensor(self, name: str) -> Tensor:
-        rows = torch.from_numpy(self._file.tensor(name))
-        heads = self._interleaved_heads(name)
+        rows = torch.from_numpy(self.file.tensor(name))
+        heads = self.interleaved_heads(name)
         return unpermute(rows, heads) if heads else rows
 
     def quantized(self, name: str, first: int, end: int) -> QTensor | None:
-        heads = self._interleaved_heads(name)
+        heads = self.interleaved_heads(name)
         if not heads:
-            return self._file.quantized(name, first, end)
+            return self.file.quantized(name, first, end)
         per_head = self.stored[name].shape[0] // heads
         begin, heads_read = first // per_head * per_head, -(-end // per_head) - first // per_head
-        q = self._file.quantized(name, begin, begin + heads_read * per_head)
+        q = self.file.quantized(name, begin, begin + heads_read * per_head)
         if q is None:
             return None
 
@@ -118,7 +132,7 @@ class GGUFSource:
         q = replace(q, codes=in_order(q.codes), scales=in_order(q.scales), minimums=minimums)
         return q.rows(first - begin, end - begin)
 
-    def _interleaved_heads(self, name: str) -> int:
+    def interleaved_heads(self, name: str) -> int:
         """The heads of a tensor whose rows stand in interleaved rope order, as llama's q and k do; 0 for others."""
         if self.config.architecture == "llama":
             for part, heads in ((".attn_q.", self.config.num_heads), (".attn_k.", self.config.num_kv_heads)):
@@ -147,6 +161,7 @@ class SafetensorsSource:
     def __init__(self, directory: Path, name: str | None = None, *, rope_base: float | None = None) -> None:
         """name: what the model is called in records and messages, the folder's own name if None."""
         self.name = name or directory.resolve().name
+        self._directory = directory
         _refuse_gguf_folder(directory)
         self.config = config_from_transformers(read_json(directory / "config.json"), rope_base)
         self.tokenizer = Tokenizer.from_directory(directory)
@@ -155,6 +170,10 @@ class SafetensorsSource:
         self._places: dict[str, Path] = {}
         for path in _weight_files(directory):
             self._scan(path)
+
+    def facts(self) -> dict[str, Any]:
+        found = (self._directory / name for name in DESCRIPTIONS)
+        return {"files": {path.name: path.read_text("utf-8") for path in found if path.is_file()}}
 
     def _scan(self, path: Path) -> None:
         with _opened(path) as handle:

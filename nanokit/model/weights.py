@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanokit.errors import ModelFileError
 from nanokit.model.config import ModelConfig
-from nanokit.quant.qtensor import QTensor
+from nanokit.quant.qtensor import Coding, QTensor
 
 # our name -> (GGUF name, transformers name); layer names get the prefix blk.{i}. or model.layers.{i}.
 GLOBAL_NAMES = {
@@ -47,8 +47,13 @@ class Matrix:
 
     @property
     def type(self) -> str:
-        """What it is stored as, by the file format's own name: "Q4_1", "F32", "BF16"."""
+        """What it is stored as, by the format's own name: "Q4_1", "F32", "int4-sym-g64"."""
         return self.source.stored[self.name].type
+
+    @property
+    def coding(self) -> Coding | None:
+        """What `quantized` will give, None where it gives nothing."""
+        return self.source.stored[self.name].coding
 
     def dense(self) -> Tensor:
         """Read it, in fp32. Raises ModelFileError when it holds infinities or NaN."""
@@ -96,11 +101,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape, the bytes that it takes there, and what they are ("Q4_1", "F32", "BF16")."""
+    """A tensor in a file: its shape, the bytes that it takes there, and what they are ("Q4_1", "F32", "int4-sym-g64").
+    coding: of its codes, None where it is stored without any."""
 
     shape: tuple[int, ...]
     nbytes: int
     type: str
+    coding: Coding | None = None
 
 
 class TensorSource(Protocol):

@@ -17,7 +17,7 @@ import numpy as np
 from nanokit.errors import ModelFileError
 from nanokit.quant import blocks, kquants
 from nanokit.quant.blocks import Unpacked
-from nanokit.quant.qtensor import QTensor
+from nanokit.quant.qtensor import Coding, QTensor
 
 __all__ = ["FORMATS", "Format", "QTensor", "dequantize"]
 
@@ -52,6 +52,11 @@ class Format:
     def has_codes(self) -> bool:
         """Whether `decode` is there: scales and whole-number codes, one scale per group."""
         return self.unpack is not None
+
+    @property
+    def coding(self) -> Coding | None:
+        """What its codes are, None for a format that `decode` does not take."""
+        return Coding(self.code_range, self.table is not None, self.group) if self.has_codes else None
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a tensor of this shape. ModelFileError when the columns are no whole number of blocks."""

@@ -15,6 +15,16 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Coding:
+    """What is known of a matrix' codes before any is read. code_range: lowest and highest; table: whether they are places
+    in one; group: weights that share a scale."""
+
+    code_range: tuple[int, int]
+    table: bool
+    group: int
+
+
+@dataclass(frozen=True)
 class QTensor:
     """Quantized weights, unpacked.
 
@@ -24,6 +34,8 @@ class QTensor:
     scales, minimums: float32, shape (…, rows, columns // group); minimums is None for formats without.
     group: weights that share a scale, consecutive along the columns; divides the columns.
     table: int8 [16] or None.
+    tensor_scale: the fp32 factor that all scales have in common, scales = fp32(e4m3 number * tensor_scale), so that a
+    file can keep the other factor in a byte; 1.0 but for NVFP4.
     """
 
     format: str
@@ -34,6 +46,7 @@ class QTensor:
     group: int
     table: np.ndarray | None
     code_range: tuple[int, int]
+    tensor_scale: float = 1.0
 
     def rows(self, first: int, end: int) -> "QTensor":
         """The rows first … end - 1 (of the first dimension, where there are more than two), as views of these."""
