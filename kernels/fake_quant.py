@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanokit.errors import ParameterError
-from nanokit.quant.integer import IntegerFormat, fitting_groups
+from nanokit.quant.integer import BITS, SMALLEST, IntegerFormat, fitting_groups
 
 LARGEST = torch.finfo(torch.float32).max
+HALF = 1 << 53 - BITS - 1  # of the last bit that a scale keeps, in the digits of fp64
 
 
 def fake_quantize(
@@ -49,18 +50,28 @@ def fake_quantize(
 
 
 def ranges(w: Tensor, fmt: IntegerFormat) -> tuple[Tensor, Tensor]:
-    """Scales and minimums that the weights give, fp32 [rows, columns / group]; minimums are zeros where the format is
-    symmetric, scales NaN where it cannot span the group."""
+    """Scales and minimums that the weights give, fp32 [rows, columns / group], of eleven bits; minimums are zeros where
+    the format is symmetric, scales NaN or infinite where it cannot span the group. Of qkv and global formats those for
+    this matrix alone: put the matrices that share a scale one after the other."""
     groups = w.detach().unflatten(1, (-1, fmt.group or w.shape[1])).double()
     low, high = groups.amin(dim=2), groups.amax(dim=2)
+    if fmt.wide:
+        low, high = low.amin().expand_as(low), high.amax().expand_as(high)
     lowest, highest = fmt.code_range
     if fmt.symmetric:
-        scales = (torch.maximum(low.abs(), high.abs()) / highest).float()
+        scales = _eleven_bits(torch.maximum(low.abs(), high.abs()) / highest)
         minimums = torch.zeros_like(scales)
     else:
-        scales = ((high - low) / (highest - lowest)).float()
-        minimums = (low - lowest * scales.double() + 0.0).float()  # as integer.py: no -0.0
-    return scales, minimums
+        scales = _eleven_bits((high - low) / (highest - lowest))
+        minimums = _eleven_bits(low - lowest * scales)
+    return scales.float(), minimums.float()
+
+
+def _eleven_bits(x: Tensor) -> Tensor:
+    """fp64, rounded as integer.py rounds scales: ties to even, 0 below the smallest; NaN and infinity as they are."""
+    bits = x.contiguous().view(torch.int64)
+    rounded = ((bits + (HALF - 1) + (bits >> 53 - BITS & 1)) & -2 * HALF).view(torch.float64)
+    return torch.where(x.isfinite(), torch.where(rounded.abs() < SMALLEST, 0.0, rounded), x)
 
 
 def check(w: Tensor, fmt: IntegerFormat, scales: Tensor | None, minimums: Tensor | None) -> int:
@@ -79,6 +90,10 @@ def check(w: Tensor, fmt: IntegerFormat, scales: Tensor | None, minimums: Tensor
             f"these weights cannot be fake quantized to {fmt.name}",
             found=f"{columns} columns",
             needed=f"a group that divides them: {', '.join(fitting_groups(columns))}",
+        )
+    if scales is None and fmt.wide in ("qkv", "global"):
+        raise ParameterError(
+            f"these weights alone do not tell the scale of {fmt.name}", needed="the scale of all that share it"
         )
     if (minimums is not None) != (scales is not None and not fmt.symmetric):
         raise ParameterError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanokit.errors import ParameterError
-from nanokit.kernels.fake_quant import check
+from nanokit.kernels.fake_quant import check, ranges
 from nanokit.kernels.gpu.device import fake_quant as device
 from nanokit.kernels.gpu.runtime import ALIGNMENT, checked, launch
 from nanokit.quant.integer import IntegerFormat
@@ -44,6 +44,9 @@ def fake_quantize(
     for name, given in (("scales", scales), ("minimums", minimums)):
         if given is not None:
             checked(name, given, torch.float32, (-1, -1))
+    if scales is None and fmt.wide:
+        scales, minimums = ranges(w, fmt)
+        minimums = None if fmt.symmetric else minimums
     training = torch.is_grad_enabled() and w.requires_grad
     return _StraightThrough.apply(w, fmt, scales, minimums, group, training)
 

@@ -78,10 +78,16 @@ def iq4_nl(blocks: np.ndarray) -> Unpacked:
     return nibbles(blocks[:, 2:], 16).view(np.int8), floats(blocks, 0), None
 
 
+def half_power(exponent: np.ndarray) -> np.ndarray:
+    """2^(e - 128) of e8m0 bytes, float32: half of what they say, since levels are doubled; NaN for 255.
+
+    From e = 2 on the exponent field is e - 1, below it the number is subnormal. 255 is NaN in e8m0; ggml would go on
+    with 2^127, and refuses it when it checks a file.
+    """
+    wide = exponent.astype(np.uint32)
+    bits = np.where(wide < 2, np.uint32(0x00200000) << wide, (wide - 1) << np.uint32(23))
+    return np.where(wide == 255, np.float32(np.nan), bits.astype(np.uint32).view(np.float32))
+
+
 def mxfp4(blocks: np.ndarray) -> Unpacked:
-    # 2^(e-127) halved: from e = 2 on the exponent field is e - 1, below it the number is subnormal.
-    # 255 is NaN in e8m0; ggml would go on with 2^127, and refuses it when it checks a file.
-    exponent = blocks[:, :1].astype(np.uint32)
-    bits = np.where(exponent < 2, np.uint32(0x00200000) << exponent, (exponent - 1) << np.uint32(23))
-    scales = np.where(exponent == 255, np.float32(np.nan), bits.astype(np.uint32).view(np.float32))
-    return nibbles(blocks[:, 1:], 16).view(np.int8), scales, None
+    return nibbles(blocks[:, 1:], 16).view(np.int8), half_power(blocks[:, :1]), None

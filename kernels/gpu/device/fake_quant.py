@@ -7,11 +7,22 @@ ROUNDING = tl.constexpr(
     1.5 * 2.0**52
 )  # fp64: added and taken away again, it leaves the nearest whole number, ties even
 LARGEST = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)  # fp32
+HALF = tl.constexpr(1 << 41)  # of the last of eleven bits, in the digits of fp64
+SMALLEST = tl.constexpr(2.0**-116)  # of a scale or minimum that is not zero
 
 
 @triton.jit
 def _within(x):
     return tl.abs(x) <= LARGEST  # false for NaN
+
+
+@triton.jit
+def _eleven_bits(x):
+    """fp64 to the nearest number of eleven significant bits that fp32 holds, ties to even; what is not finite stays."""
+    bits = x.to(tl.int64, bitcast=True)
+    rounded = ((bits + (HALF - 1) + ((bits >> 42) & 1)) & (-2 * HALF)).to(tl.float64, bitcast=True)
+    rounded = tl.where(tl.abs(rounded) < SMALLEST, 0.0, rounded)
+    return tl.where(tl.abs(x) <= LARGEST, rounded, x).to(tl.float32)
 
 
 @triton.jit
@@ -50,10 +61,10 @@ def quantize(
             high = tl.maximum(high, tl.max(tl.where(some, w, float("-inf")), axis=1))
         low64, high64 = low.to(tl.float64), high.to(tl.float64)
         if SYMMETRIC:
-            scale = (tl.maximum(tl.abs(low64), tl.abs(high64)) / HIGHEST).to(tl.float32)
+            scale = _eleven_bits(tl.maximum(tl.abs(low64), tl.abs(high64)) / HIGHEST)
         else:
-            scale = ((high64 - low64) / (HIGHEST - LOWEST)).to(tl.float32)
-            minimum = (low64 - LOWEST * scale.to(tl.float64)).to(tl.float32)
+            scale = _eleven_bits((high64 - low64) / (HIGHEST - LOWEST))
+            minimum = _eleven_bits(low64 - LOWEST * scale.to(tl.float64))
     scale64, minimum64 = scale.to(tl.float64), minimum.to(tl.float64)
     lower, upper = LOWEST * scale64, HIGHEST * scale64
     spanned = _within(lower) & _within(upper) & _within(lower + minimum64) & _within(upper + minimum64) & (scale >= 0)

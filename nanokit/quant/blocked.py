@@ -1,0 +1,91 @@
+"""What the formats with a fixed block have in common: NVFP4, MXFP4, NF4 (float4.py) and ggml's blocks of 32 (ggml.py).
+
+Such a format is one way of rounding a block; the walk over a matrix, slice by slice so that all copies of a slice stay
+in a core's cache, the refusals and the result are the same for all of them and stand here. A class per format is a
+small one: its constants and `round_blocks`.
+"""
+
+import numpy as np
+
+from nanokit.errors import ModelFileError, ParameterError
+from nanokit.quant.blocks import Unpacked
+from nanokit.quant.qtensor import QTensor
+
+# Weights handled at a time.
+_SLICE = 1 << 16
+
+
+class BlockFormat:
+    """A `WeightFormat` (quant/weight_format.py). block: weights that share a scale, consecutive columns; reach: what a
+    scale is multiplied by at most."""
+
+    name: str
+    block: int
+    code_range: tuple[int, int] = (0, 15)
+    table: np.ndarray | None = None
+    reach: float = 1.0
+    scope = "group"
+
+    def common_scale(self, blocks: np.ndarray) -> float:
+        """The fp32 factor that all scales of a matrix, float32 [blocks, block], have in common."""
+        return 1.0
+
+    def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
+        """Codes int8 [n, block], scales float32 [n, 1] and minimums, or None, of finite float32 [n, block]."""
+        raise NotImplementedError
+
+    def group_of(self, columns: int) -> int:
+        """See `WeightFormat`."""
+        return self._group_of(columns, "a matrix")
+
+    def _group_of(self, columns: int, name: str) -> int:
+        if not columns or columns % self.block:
+            raise ParameterError(
+                f"{name} cannot be quantized to {self.name}",
+                found=f"{columns} columns",
+                needed=f"a multiple of {self.block} columns: its groups have no other size",
+            )
+        return self.block
+
+    def quantize(self, weights: np.ndarray, name: str = "a matrix", span: tuple[float, float] | None = None) -> QTensor:
+        """See `WeightFormat`. ModelFileError also for weights beyond what the format's scales can hold."""
+        if span is not None:
+            raise ParameterError(f"{self.name} has a scale for each of its blocks", found=f"a span of {span}")
+        group = self._group_of(weights.shape[-1], name)
+        blocks = np.asarray(weights, np.float32).reshape(-1, group)
+        codes, scales = np.empty(blocks.shape, np.int8), np.empty((len(blocks), 1), np.float32)
+        minimums: np.ndarray | None = None
+        step = _SLICE // group
+        for first in range(0, len(blocks), step):  # before any arithmetic: NaN would pass for a code
+            if not np.isfinite(blocks[first : first + step]).all():
+                self._refuse(blocks[first : first + step], name)
+        common = self.common_scale(blocks)
+        for first in range(0, len(blocks), step):
+            part = slice(first, first + step)
+            with np.errstate(over="ignore", invalid="ignore"):  # a scale beyond fp32 is refused right below
+                codes[part], scales[part], lowest = self.round_blocks(blocks[part], common)
+                spanned = np.isfinite(scales[part] * np.float32(self.reach)).all()
+            if not spanned or not (lowest is None or np.isfinite(lowest).all()):
+                self._refuse(blocks[part], name)
+            if lowest is not None:
+                minimums = np.empty_like(scales) if minimums is None else minimums
+                minimums[part] = lowest
+        grouped = (*weights.shape[:-1], weights.shape[-1] // group)
+        return QTensor(
+            format=self.name,
+            shape=weights.shape,
+            codes=codes.reshape(weights.shape),
+            scales=scales.reshape(grouped),
+            minimums=None if minimums is None else minimums.reshape(grouped),
+            group=group,
+            table=self.table,
+            code_range=self.code_range,
+            tensor_scale=common,
+        )
+
+    def _refuse(self, part: np.ndarray, name: str) -> None:
+        raise ModelFileError(
+            f"{name} holds weights that {self.name} cannot span",
+            found=f"weights from {part.min()} to {part.max()}",
+            needed="finite weights that its scales can reach",
+        )

@@ -1,0 +1,181 @@
+"""Weights into ggml's blocks of 32: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, byte for byte what the gguf library writes.
+
+    q4_0 q5_0   d = p / -8, / -16, p the weight of largest magnitude with its sign (the first of equals)
+                code = trunc(w / d + 8.5) - 8, at most 7 (+ 16.5, - 16, 15): ties go up, and all 16 (32) codes are used
+    q4_1 q5_1   d = (max - min) / 15, / 31, m = min           code = trunc((w - m) / d + .5), at most 15 (31)
+    q8_0        d = max |w| / 127                             code = w / d, ties away from zero
+
+Codes come from d in fp32, by multiplication with its fp32 inverse; the file then keeps d and m as fp16. (So the codes
+are not the nearest for what is kept; that is what the owner does.) Where d is so small that its inverse is infinite,
+fp16 keeps 0 and the codes count for nothing; they are those that the x86 conversion of what is no number gives. Scales
+beyond fp16 are refused: the library would write an infinite one.
+
+`to_blocks` packs the codes and scales of these formats and of MXFP4, quantized here or anywhere. Quantized again, a
+dequantized matrix has the same codes where fp16 holds scale and minimum to its eleven bits (scales of 2^-14 and more)
+and the range is not hundreds of times narrower than its distance from zero.
+
+Rejected: the library itself for this, 16 rows at a time in a dozen copies of each.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from nanokit.errors import ParameterError
+from nanokit.quant.blocked import BlockFormat
+from nanokit.quant.blocks import Unpacked
+from nanokit.quant.qtensor import QTensor
+
+# Added before the digits are cut off, it rounds half away from zero: the largest fp32 number below .5, so that the sum
+# of it and a number just below a half stays below 1.
+BELOW_HALF = np.float32(0.5 - 2.0**-25)
+
+
+class _Peak(BlockFormat):
+    """q4_0 and q5_0. half: half the number of codes, 8 or 16."""
+
+    block = 32
+
+    def __init__(self, name: str, half: int) -> None:
+        self.name, self.half, self.code_range = name, half, (-half, half - 1)
+
+    def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
+        high, low = part.max(axis=1, keepdims=True), part.min(axis=1, keepdims=True)
+        peak = np.where(high > -low, high, low)
+        equal = (high == -low)[:, 0]
+        if equal.any():
+            some = part[equal]
+            peak[equal] = np.take_along_axis(some, np.abs(some).argmax(axis=1, keepdims=True), axis=1)
+        steps = peak / np.float32(-self.half)
+        inverse, beyond = _inverse(steps)
+        product = part * inverse
+        product += np.float32(self.half + 0.5)
+        codes = product.astype(np.int8)
+        np.minimum(codes, 2 * self.half - 1, out=codes)
+        codes[beyond] = 0
+        codes -= np.int8(self.half)
+        return codes, _half(steps), None
+
+
+class _Spread(BlockFormat):
+    """q4_1 and q5_1. highest: code, 15 or 31."""
+
+    block = 32
+
+    def __init__(self, name: str, highest: int) -> None:
+        self.name, self.code_range = name, (0, highest)
+
+    def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
+        highest = self.code_range[1]
+        high, low = part.max(axis=1, keepdims=True), part.min(axis=1, keepdims=True)
+        steps = (high - low) / np.float32(highest)
+        inverse, beyond = _inverse(steps)
+        product = part - low
+        product *= inverse
+        product += np.float32(0.5)
+        codes = product.astype(np.int8)
+        np.minimum(codes, highest, out=codes)
+        codes[beyond] = 0
+        return codes, _half(steps), _half(low)
+
+
+class _Eight(BlockFormat):
+    """q8_0."""
+
+    block = 32
+    name = "q8_0"
+    code_range = (-128, 127)
+
+    def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
+        steps = np.maximum(part.max(axis=1, keepdims=True), -part.min(axis=1, keepdims=True)) / np.float32(127)
+        inverse, beyond = _inverse(steps)
+        product = part * inverse
+        product += np.copysign(BELOW_HALF, product)
+        codes = product.astype(np.int8)
+        codes[beyond] = 0
+        return codes, _half(np.abs(steps)), None
+
+
+def _inverse(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """1 / step in fp32, 0 where the step is; and in which blocks it is beyond fp32, bool [n]: 0 for those as well."""
+    inverse = np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0)
+    beyond = np.isinf(inverse)
+    inverse[beyond] = 0
+    return inverse, beyond[:, 0]
+
+
+def _half(values: np.ndarray) -> np.ndarray:
+    """Rounded to fp16's values; what is beyond them becomes infinite."""
+    return values.astype(np.float16).astype(np.float32)
+
+
+GGML_FORMATS: dict[str, BlockFormat] = {
+    each.name: each
+    for each in (_Peak("q4_0", 8), _Spread("q4_1", 15), _Peak("q5_0", 16), _Spread("q5_1", 31), _Eight())
+}
+
+
+def to_blocks(q: QTensor) -> np.ndarray:
+    """A matrix in the bytes of its type (quant/blocks.py draws them): uint8 (…, rows, bytes of a row).
+
+    q: in one of `GGML_FORMATS` or mxfp4, under the name of either case. Raises ParameterError for another format.
+    """
+    pack = _PACK.get(q.format.lower())
+    if pack is None:
+        raise ParameterError(
+            "these weights cannot be packed into blocks", found=q.format, needed=f"one of {', '.join(_PACK)}"
+        )
+    raw = np.concatenate(pack(q), axis=1)
+    return raw.reshape(*q.shape[:-1], -1)
+
+
+def _halves(values: np.ndarray | None) -> np.ndarray:
+    assert values is not None
+    return np.ascontiguousarray(values.reshape(-1, 1), "<f4").astype("<f2").view(np.uint8)
+
+
+def _unsigned(q: QTensor, lowest: int) -> np.ndarray:
+    """uint8 [blocks, 32], 0 for the lowest code."""
+    return np.ascontiguousarray(q.codes).view(np.uint8).reshape(-1, 32) - np.uint8(lowest % 256)
+
+
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """The lower four bits, weight j in the low half of byte j and weight j + 16 in its high half; 8 bytes at a time."""
+    words = codes.view(np.uint64) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return (words[:, :2] | words[:, 2:] << np.uint64(4)).view(np.uint8)
+
+
+def _fifths(codes: np.ndarray) -> np.ndarray:
+    return np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
+
+
+def _q4_0(q: QTensor) -> list[np.ndarray]:
+    return [_halves(q.scales), _nibbles(_unsigned(q, -8))]
+
+
+def _q4_1(q: QTensor) -> list[np.ndarray]:
+    return [_halves(q.scales), _halves(q.minimums), _nibbles(_unsigned(q, 0))]
+
+
+def _q5_0(q: QTensor) -> list[np.ndarray]:
+    codes = _unsigned(q, -16)
+    return [_halves(q.scales), _fifths(codes), _nibbles(codes)]
+
+
+def _q5_1(q: QTensor) -> list[np.ndarray]:
+    codes = _unsigned(q, 0)
+    return [_halves(q.scales), _halves(q.minimums), _fifths(codes), _nibbles(codes)]
+
+
+def _q8_0(q: QTensor) -> list[np.ndarray]:
+    return [_halves(q.scales), _unsigned(q, 0)]
+
+
+def _mxfp4(q: QTensor) -> list[np.ndarray]:
+    exponents = np.frexp(q.scales.reshape(-1, 1))[1] + 127  # scale 2^(e - 128), which frexp calls 1/2 2^(e - 127)
+    return [exponents.astype(np.uint8), _nibbles(_unsigned(q, 0))]
+
+
+_PACK: dict[str, Callable[[QTensor], list[np.ndarray]]] = {
+    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "mxfp4": _mxfp4,
+}  # fmt: skip
