@@ -203,8 +203,8 @@ def integer_format(name: str) -> IntegerFormat:
         raise ParameterError(
             "unknown integer format",
             found=repr(name),
-            needed="int4 or int8, sym or asym, then g and the group's columns, channel, tensor, qkv or global, and after "
-            "an int8 perhaps reduced, joined by hyphens",
+            needed="int4 or int8, sym or asym, and g with the group's columns, channel, tensor, qkv or global, joined "
+            "by hyphens; after an int8 perhaps -reduced",
             do="write int4-sym-g64 or int8-asym-channel, for instance",
         )
     bits, kind, group, reach, reduced = match.groups()

@@ -60,6 +60,33 @@ def test_the_values_are_the_formats(kind: str, group: int | None, rows: int, dat
     assert same(fake_quantize(w, fmt, scales, None if fmt.symmetric else minimums), quantized(w, fmt))
 
 
+@pytest.mark.parametrize(
+    "name", [f"{kind}-tensor" for kind in KINDS] + ["int8-sym-g8-reduced", "int8-asym-tensor-reduced"]
+)
+@pytest.mark.parametrize("size", [1.0, 1e-20, 3e-36, 1e-42])
+def test_scales_for_a_matrix_and_of_seven_bits(name: str, size: float) -> None:
+    """As the format makes them, tiny ones too; a scale that other matrices share has to be given."""
+    fmt, w = integer_format(name), torch.randn(5, 24) * size
+    expected = torch.from_numpy(fmt.quantize(w.numpy()).dequantize())
+    assert same(fake_quantize(w, fmt), expected)
+    if fmt.wide:
+        scales, minimums = ranges(w, fmt)
+        for shared in ("qkv", "global"):
+            other = integer_format(name.replace("tensor", shared))
+            assert same(fake_quantize(w, other, scales, None if fmt.symmetric else minimums), expected)
+            with pytest.raises(ParameterError, match="alone do not tell the scale"):
+                fake_quantize(w, other)
+
+
+@pytest.mark.parametrize("payload", [0x7FC00000, 0x7FFFFFFF, -1])
+def test_a_nan_of_any_payload_is_one(payload: int) -> None:
+    """Its digits, rounded as a scale's are, would carry over into the sign and leave a tiny number."""
+    w = torch.ones(1, 16)
+    w[0, 3] = torch.tensor([payload], dtype=torch.int32).view(torch.float32)
+    for kind in KINDS:
+        assert fake_quantize(w, integer_format(f"{kind}-channel")).isnan().all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_beside_ties(kind: str) -> None:
     """Half steps rounded to fp32, which lie a hair off the tie: dividing in fp32 takes many of them for ties."""

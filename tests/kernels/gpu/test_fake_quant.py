@@ -106,6 +106,15 @@ def test_values_and_gradients_are_the_contracts(
     check(*case)
 
 
+@pytest.mark.parametrize(
+    "name", ["int4-sym-tensor", "int8-asym-tensor", "int8-sym-g16-reduced", "int8-asym-g48-reduced"]
+)
+def test_scales_for_a_matrix_and_of_seven_bits(name: str) -> None:
+    """The one scale of all rows, and codes that use half of their range."""
+    check(torch.randn(5, 96), integer_format(name))
+    check(torch.randn(5, 96) * 1e-35, integer_format(name))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [1024, 1040, 2064])
 def test_rows_longer_than_a_block(kind: str, columns: int) -> None:
