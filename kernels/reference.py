@@ -12,7 +12,8 @@ Shapes: n rows (tokens of all sequences of the step, flattened), Hq query heads,
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from nanokit.errors import ParameterError
-from nanokit.kernels import selection
+from nanokit.kernels import kivi, selection
 from nanokit.kernels.activations import MODES, check_columns, checked_peaks, not_calibrated, note_peak, quantize
 from nanokit.kernels.paged import Pages, read_kv, write_kv
 
@@ -66,6 +67,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020, SwiGLU)."""
     return silu(gate) * up
+
+
+Observer = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,16 @@ class Layer:
         self.linears = (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)
 
 
+def heads(layer: Layer, config: "ModelConfig", x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys (both rotated) and values of the rows x [n, hidden_size]: [n, heads, d] each."""
+    q = layer.q(x).unflatten(-1, (config.num_heads, config.head_dim))
+    k = layer.k(x).unflatten(-1, (config.num_kv_heads, config.head_dim))
+    v = layer.v(x).unflatten(-1, (config.num_kv_heads, config.head_dim))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, config.rms_eps), rms_norm(k, layer.k_norm, config.rms_eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
 class Bound:
     """A model bound to this backend, nothing packed: weights in fp32, in memory or (the layers) in their file.
 
@@ -135,8 +149,8 @@ class Bound:
     selection = selection  # the questions about logits that `FullHead` asks
 
     def __init__(self, config: "ModelConfig", weights: "Weights", resident: bool, activations: str) -> None:
-        _check_columns(weights, activations)
-        self._config, self._mode = config, activations
+        self._config, self._mode, self._columns = config, activations, _columns(weights)
+        self._check_columns()
         self._embedding, self._final_norm = weights.embedding.dense(), weights.final_norm.dense()
         self._layers = [Layer(layer, Resident if resident else Mapped) for layer in weights.layers]
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim)
@@ -149,6 +163,15 @@ class Bound:
         """Set the peaks of static activations, as `run` and `logits` noted them on a text. Raises ParameterError for
         peaks that are not this model's, and in another mode."""
         self.peaks = checked_peaks(peaks, len(self._layers), self._mode)
+
+    def in_mode(self, mode: str) -> "Bound":
+        """The same weights in another activation mode; static has no peaks yet. Raises ParameterError for an unknown
+        one, and for columns that its groups do not divide."""
+        _check_mode(mode)
+        other = copy(self)
+        other._mode, other.peaks = mode, None
+        other._check_columns()
+        return other
 
     def plan(self, batch: "Batch", pages: Pages) -> Plan:
         """Resolve positions, slots and pages of a step. Sequences without new tokens take no part in it."""
@@ -176,20 +199,21 @@ class Bound:
         )
 
     @torch.inference_mode()
-    def run(self, plan: Plan, peaks: Tensor | None = None) -> Tensor:
+    def run(self, plan: Plan, peaks: Tensor | None = None, observe: Observer | None = None) -> Tensor:
         """Hidden states after the final norm, fp32 [rows, hidden_size]; writes the step's keys and values.
 
-        peaks: noted there instead (`activations.no_peaks`), the activations of this step staying in fp32. Raises
-        ParameterError for static activations without peaks.
+        peaks: noted there instead (`activations.no_peaks`), the activations of this step staying in fp32. observe:
+        called with each place and the input of its products, fp32 [rows, columns], before it is quantized; the head's
+        input is what this returns. Raises ParameterError for static activations without peaks.
         """
         eps = self._config.rms_eps
         hidden = self._embedding[plan.token_ids]
         for index, layer in enumerate(self._layers):
-            x = self._seen(rms_norm(hidden, layer.attn_norm, eps), 4 * index, peaks)
-            attended = self._seen(self._attend(layer, index, x, plan), 4 * index + 1, peaks)
+            x = self._seen(rms_norm(hidden, layer.attn_norm, eps), 4 * index, peaks, observe)
+            attended = self._seen(self._attend(layer, index, x, plan), 4 * index + 1, peaks, observe)
             hidden = hidden + layer.o(attended)
-            x = self._seen(rms_norm(hidden, layer.ffn_norm, eps), 4 * index + 2, peaks)
-            gated = self._seen(silu_gate(layer.gate(x), layer.up(x)), 4 * index + 3, peaks)
+            x = self._seen(rms_norm(hidden, layer.ffn_norm, eps), 4 * index + 2, peaks, observe)
+            gated = self._seen(silu_gate(layer.gate(x), layer.up(x)), 4 * index + 3, peaks, observe)
             hidden = hidden + layer.down(gated)
         return rms_norm(hidden, self._final_norm, eps)
 
@@ -200,7 +224,7 @@ class Bound:
         weight, bias = self._head_weight
         if ids is not None:
             weight, bias = weight[ids], None if bias is None else bias[ids]
-        return linear(self._seen(hidden.float(), 4 * len(self._layers), None), weight, bias)
+        return linear(self._seen(hidden.float(), 4 * len(self._layers)), weight, bias)
 
     def argmax(self, hidden: Tensor) -> Tensor:
         """The id of the largest logit, int64 [rows]; among equals the lowest id; -1 where one is not finite."""
@@ -218,12 +242,18 @@ class Bound:
             weight.sum()
         return time.perf_counter() - started
 
+    def _check_columns(self) -> None:
+        for name, columns in self._columns:
+            check_columns(name, columns, self._mode)
+
     def _streamed(self) -> list[Tensor]:
         layers = [x.weight for layer in self._layers for x in layer.linears if isinstance(x, Resident)]
         return [*layers, self._head_weight[0]]
 
-    def _seen(self, x: Tensor, place: int, peaks: Tensor | None) -> Tensor:
+    def _seen(self, x: Tensor, place: int, peaks: Tensor | None = None, observe: Observer | None = None) -> Tensor:
         """What the next product sees of its input x [rows, cols]."""
+        if observe is not None:
+            observe(place, x)
         if peaks is not None:
             note_peak(peaks, place, x)
             return x
@@ -237,13 +267,7 @@ class Bound:
 
     def _attend(self, layer: Layer, index: int, x: Tensor, plan: Plan) -> Tensor:
         """Attention's output before `o`, [rows, heads * head_dim]; x is the quantized input that q, k and v share."""
-        config = self._config
-        q = layer.q(x).unflatten(-1, (config.num_heads, config.head_dim))
-        k = layer.k(x).unflatten(-1, (config.num_kv_heads, config.head_dim))
-        v = layer.v(x).unflatten(-1, (config.num_kv_heads, config.head_dim))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, config.rms_eps), rms_norm(k, layer.k_norm, config.rms_eps)
-        q, k = rotate(q, plan.cos, plan.sin), rotate(k, plan.cos, plan.sin)
+        q, k, v = heads(layer, self._config, x, plan.cos, plan.sin)
         pages = plan.pages.layer(index)
         write_kv(pages, plan.slots, k, v)
         out = torch.empty_like(q)
@@ -253,10 +277,16 @@ class Bound:
         return out.flatten(1)
 
 
-def _check_columns(weights: "Weights", mode: str) -> None:
+def _columns(weights: "Weights") -> list[tuple[str, int]]:
+    """One of the matrices at each place, and how many columns its input has."""
     linears = [x for layer in weights.layers for x in (layer.q, layer.o, layer.gate, layer.down)]
-    for matrix in (*(x.weight for x in linears), weights.head.weight if weights.head else weights.embedding):
-        check_columns(matrix.name, matrix.shape[1], mode)
+    found = (*(x.weight for x in linears), weights.head.weight if weights.head else weights.embedding)
+    return [(matrix.name, matrix.shape[1]) for matrix in found]
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ParameterError("unknown activation mode", found=repr(mode), needed="one of " + ", ".join(MODES))
 
 
 def bind(config: "ModelConfig", weights: "Weights", resident: bool = True, *, activations: str = "fp32") -> Bound:
@@ -265,6 +295,5 @@ def bind(config: "ModelConfig", weights: "Weights", resident: bool = True, *, ac
     resident: False leaves the layers in their file, to be read and widened again in every step. activations: a mode of
     `activations.MODES`. Raises ParameterError for an unknown one, and for columns that its groups do not divide.
     """
-    if activations not in MODES:
-        raise ParameterError("unknown activation mode", found=repr(activations), needed="one of " + ", ".join(MODES))
+    _check_mode(activations)
     return Bound(config, weights, resident, activations)

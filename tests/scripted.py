@@ -4,7 +4,8 @@ position.
 `ScriptedKV` stores, for each (block, slot), the token id and position that were written there, as a real KV
 store stores keys and values. The model writes the batch's tokens, then reads each row's whole context back
 through its block table and derives the logits from it. A wrong block table, a stale or shared block, a wrong
-position, a hit on the wrong prefix: each changes the answer, or raises at once.
+position, a hit on the wrong prefix: each changes the answer, or raises at once. So does a token whose KV was written
+in another activation mode: what is stored, and read, is token + VOCAB * the number of the mode.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from nanokit.engine.config import EngineConfig
 from nanokit.engine.engine import Engine
 from nanokit.engine.request import Chunk, Completion
 from nanokit.engine.sampling import Sampling
+from nanokit.kernels.activations import MODES
 from nanokit.kv.prefix import HashFunction, chained_hash
 from nanokit.model.batch import Batch
 
@@ -45,12 +47,21 @@ def next_logits(history: Sequence[int]) -> np.ndarray:
 class ScriptedModel:
     """Hidden states are the logits themselves; the head is the real one with an identity matrix."""
 
+    activations = MODES[0]
+
     def __init__(self, logits=next_logits) -> None:
+        self.others: dict[str, ScriptedModel] = {}
         self.vocab_size = VOCAB
         self.head = dense_head(torch.eye(VOCAB))
         self.logits = logits
         self.computed = 0  # tokens ever run
         self.batches: list[Batch] = []
+
+    def in_mode(self, mode: str) -> "ScriptedModel":
+        if mode not in self.others:
+            self.others[mode] = ScriptedModel(self.logits)
+            self.others[mode].activations = mode
+        return self.others[mode]
 
     def forward(self, batch: Batch, kv: ScriptedKV) -> Tensor:
         batch.check(vocab_size=VOCAB, num_blocks=kv.num_blocks, block_size=kv.block_size)
@@ -61,7 +72,8 @@ class ScriptedModel:
             for offset in range(query):
                 position = kv_len - query + offset
                 place = table[position // kv.block_size], position % kv.block_size
-                kv.tokens[place], kv.positions[place] = batch.token_ids[start + offset], position
+                stored = batch.token_ids[start + offset] + VOCAB * MODES.index(self.activations)
+                kv.tokens[place], kv.positions[place] = stored, position
             start += query
         rows = []
         for query, kv_len, table in zip(batch.query_lens, batch.kv_lens, batch.block_tables, strict=True):

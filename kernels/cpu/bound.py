@@ -11,6 +11,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from copy import copy
 from ctypes import POINTER, byref, c_int, c_int64, c_long, c_uint64, c_void_p
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanokit.errors import NanokitError
+from nanokit.errors import NanokitError, ParameterError
 from nanokit.kernels.activations import checked_peaks, not_calibrated
 from nanokit.kernels.cpu import structs
 from nanokit.kernels.cpu.library import Library
@@ -64,6 +65,20 @@ class Functions:
         self.stream = library.declare("nk_stream", c_uint64, c_void_p, c_void_p, c_void_p, c_int64)
 
 
+class Workspace:
+    """Scratch of one step at a time: whoever computes holds the lock."""
+
+    def __init__(self, functions: Functions) -> None:
+        self._c, self.lock = functions, threading.Lock()
+        self.handle = functions.create()
+        if self.handle is None:
+            raise MemoryError("no memory for a workspace")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._c.destroy(self.handle)
+
+
 class Bound:
     """See the module. Weights are in panels; hidden states and logits come out as torch tensors."""
 
@@ -85,10 +100,7 @@ class Bound:
             self._vector(weights.final_norm), ctypes.addressof(self._layers), None, None,
         )  # fmt: skip
         self._rope = Rotation(config.rope.inverse_frequencies(config.head_dim))
-        self._workspace = self._c.create()
-        self._lock = threading.Lock()
-        if self._workspace is None:
-            raise MemoryError("no memory for a workspace")
+        self._workspace = Workspace(self._c)
         self._tables: PageTables | None = None
         self.peaks: Tensor | None = None
 
@@ -98,9 +110,21 @@ class Bound:
         self.peaks = checked_peaks(peaks, self._config.num_layers, self._mode).contiguous()
         self._model.static_peak = self.peaks.data_ptr()
 
-    def __del__(self) -> None:
-        if getattr(self, "_workspace", None):
-            self._c.destroy(self._workspace)
+    def in_mode(self, mode: str) -> "Bound":
+        """The same weights and workspace in another activation mode; static has no peaks yet. Raises ParameterError for
+        one that these kernels lack."""
+        if mode not in MODES:
+            raise ParameterError(
+                "the C kernels multiply whole numbers only",
+                found=f"{mode} activations",
+                needed="one of " + ", ".join(MODES),
+                do='load the model with activations="fp32", whose kernels run every mode',
+            )
+        other = copy(self)
+        other._mode, other.peaks = mode, None
+        other._model = structs.Model.from_buffer_copy(self._model)
+        other._model.mode, other._model.static_peak = MODES[mode], None
+        return other
 
     # -- binding ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +239,7 @@ class Bound:
             model.mode, model.peaks = MODES["a16"], peaks.data_ptr()
         elif self._mode == "static" and self.peaks is None:
             raise not_calibrated()
-        return self._team.handle, self._workspace, byref(model)
+        return self._team.handle, self._workspace.handle, byref(model)
 
     def _input(self, hidden: Tensor) -> Tensor:
         if hidden.dtype is torch.float32 and hidden.is_contiguous():
@@ -223,7 +247,7 @@ class Bound:
         return hidden.to(torch.float32).contiguous()
 
     def _done(self, function: Callable[..., int], *arguments: Any) -> None:
-        with self._lock:
+        with self._workspace.lock:
             code = function(*arguments)
         if code:
             raise NanokitError(

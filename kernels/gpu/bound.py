@@ -7,6 +7,7 @@ argmax come back.
 """
 
 import time
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from nanokit.kernels.activations import checked_peaks, not_calibrated, note_peak
 from nanokit.kernels.gpu import runtime
-from nanokit.kernels.gpu.activations import Activations, quantize
+from nanokit.kernels.gpu.activations import Activations, check_mode, quantize
 from nanokit.kernels.gpu.attention import attention, tile_rows
 from nanokit.kernels.gpu.pack import Packed, pack
 from nanokit.kernels.gpu.product import multiply, rows_of
@@ -77,6 +78,14 @@ class Bound:
         self.peaks = checked_peaks(peaks, len(self._layers), self._mode)
         # Each alone at the beginning of 16 bytes, where a kernel wants what it reads.
         self._device_peaks = self.peaks.to(self._device)[:, None].repeat(1, 4)
+
+    def in_mode(self, mode: str) -> "Bound":
+        """The same weights in another activation mode; static has no peaks yet. Raises ParameterError for an unknown
+        one."""
+        check_mode(mode)
+        other = copy(self)
+        other._mode, other.peaks, other._device_peaks = mode, None, None
+        return other
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

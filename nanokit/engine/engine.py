@@ -1,7 +1,7 @@
 """The engine: text or ids in, answers out, one ragged forward per step.
 
     add ─▶ Scheduler.schedule ─▶ model.forward ─▶ sampler.draw ─▶ Scheduler.commit ─▶ text, stop, finish
-             ▲ blocks             one call         one draw a row   prefix cache             │
+             ▲ blocks             a call a mode    one draw a row   prefix cache             │
              └──────────────────────────── next step ◀───────────────────────────────────────┘
 
 One lock serializes everything, held for one step at a time: several threads may call `generate` and `stream`
@@ -21,11 +21,11 @@ import torch
 
 from nanokit.engine.config import EngineConfig
 from nanokit.engine.interfaces import CausalModel, TextTokenizer
-from nanokit.engine.limits import check_sampling, check_size, prompt_ids
+from nanokit.engine.limits import check_sampling, check_size, own_mode, prompt_ids
 from nanokit.engine.request import Chunk, Completion, FinishReason, Request, new_request
 from nanokit.engine.sampler import Row, draw
 from nanokit.engine.sampling import Sampling
-from nanokit.engine.scheduler import Scheduler
+from nanokit.engine.scheduler import Scheduler, Step
 from nanokit.engine.stream import Stream
 from nanokit.engine.text import AnswerText
 from nanokit.engine.turns import TurnLock
@@ -89,10 +89,12 @@ class Engine:
     def update(self, request_id: int, sampling: Sampling) -> bool:
         """Replace the settings of a request from its next token on. False if it has ended already.
 
-        The seed stays what it is: noise is keyed by it. Raises RequestError for another seed or a setting
+        The seed stays what it is: noise is keyed by it. Another activation mode holds for what is computed from now
+        on, over keys and values that stay as they were computed. Raises RequestError for another seed or a setting
         that could not have been added.
         """
         check_sampling(sampling, self.model.vocab_size)
+        mode = own_mode(sampling, self.model)
         with self._lock:
             request = self._find(request_id)
             if request is None:
@@ -106,6 +108,7 @@ class Engine:
             check_size(request.prompt_len, sampling, self.config)
             request.sampling = sampling
             request.answer.stops = sampling.stop
+            request.change_mode(mode)
             return True
 
     def generate(
@@ -197,14 +200,10 @@ class Engine:
         if not self.scheduler.has_work:
             return
         step = self.scheduler.schedule()
-        requests, rows = step.sampled()
-        with torch.inference_mode():
-            hidden = self.model.forward(step.batch(), self.kv)
-            tokens = self._draw(requests, hidden if len(rows) == len(hidden) else hidden[rows])
+        drawn = [pair for mode, part in step.by_mode().items() for pair in self._compute(mode, part)]
         # Nothing has changed so far: an exception above, an interrupt included, leaves a step that can be repeated.
         # All tokens are taken before any is counted as computed: an interrupt further down (a notebook's, while
         # other threads have requests) must leave no request that seems to have nothing to compute.
-        drawn = list(zip(requests, tokens, strict=True))
         for request, token in drawn:
             if not isinstance(token, NanokitError):
                 request.accept(token)
@@ -215,11 +214,17 @@ class Engine:
             else:
                 self._tell(request, token)
 
-    def _draw(self, requests: list[Request], hidden: torch.Tensor) -> list[int | NanokitError]:
-        if not requests:
-            return []
-        rows = [Row(r.sampling, r.seed, position=len(r.tokens), edit=r.edit()) for r in requests]
-        return draw(self.model.head, hidden, rows)
+    def _compute(self, mode: str | None, part: Step) -> list[tuple[Request, int | NanokitError]]:
+        """One forward: the part of a step that has this activation mode, and what its requests have drawn."""
+        model = self.model if mode is None else self.model.in_mode(mode)
+        requests, rows = part.sampled()
+        with torch.inference_mode():
+            hidden = model.forward(part.batch(), self.kv)
+            if not requests:
+                return []
+            wanted = [Row(r.sampling, r.seed, position=len(r.tokens), edit=r.edit()) for r in requests]
+            tokens = draw(model.head, hidden if len(rows) == len(hidden) else hidden[rows], wanted)
+        return list(zip(requests, tokens, strict=True))
 
     def _tell(self, request: Request, token: int) -> None:
         """Deliver the text of a token that was drawn; decide whether the answer ends here."""
@@ -260,23 +265,23 @@ class Engine:
         else:
             inbox.append(chunk)
 
-    def _validated(self, prompt: Prompt, sampling: Sampling | None) -> tuple[list[int], Sampling]:
+    def _validated(self, prompt: Prompt, sampling: Sampling | None) -> tuple[list[int], Sampling, str | None]:
         sampling = sampling or Sampling()
         ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
         check_sampling(sampling, self.model.vocab_size)
         check_size(len(ids), sampling, self.config)
-        return ids, sampling
+        return ids, sampling, own_mode(sampling, self.model)
 
-    def _enqueue(self, ids: list[int], sampling: Sampling) -> int:
+    def _enqueue(self, ids: list[int], sampling: Sampling, mode: str | None) -> int:
         request_id = self._next_id
         self._next_id += 1
         answer = AnswerText(self.tokenizer.stream(), sampling.stop)
-        self._requests[request_id] = request = new_request(request_id, ids, sampling, answer)
+        self._requests[request_id] = request = new_request(request_id, ids, sampling, answer, mode)
         self.scheduler.add(request)
         return request_id
 
-    def _open_stream(self, ids: list[int], sampling: Sampling) -> Stream:
-        request_id = self._enqueue(ids, sampling)
+    def _open_stream(self, ids: list[int], sampling: Sampling, mode: str | None) -> Stream:
+        request_id = self._enqueue(ids, sampling, mode)
         inbox = self._inboxes[request_id] = deque()
         return Stream(self, request_id, inbox)
 

@@ -17,10 +17,17 @@ class CausalModel(Protocol):
     """Trunk and head. `kv` is whatever the model's own KV store is; the engine only passes it through."""
 
     vocab_size: int
+    activations: str
 
     @property
     def head(self) -> Head:
         """The output head."""
+        ...
+
+    def in_mode(self, mode: str) -> "CausalModel":
+        """The same weights with the inputs of products kept in another activation mode than `activations`, the model's
+        own. Asked for in every step that needs it, so it is kept; raises ParameterError for a mode that it cannot run.
+        """
         ...
 
     def forward(self, batch: Batch, kv: Any) -> Tensor:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from operator import index
 
 from nanokit.engine.config import EngineConfig
-from nanokit.engine.interfaces import TextTokenizer
+from nanokit.engine.interfaces import CausalModel, TextTokenizer
 from nanokit.engine.sampling import Sampling
-from nanokit.errors import RequestError
+from nanokit.errors import ParameterError, RequestError
 
 
 def prompt_ids(prompt: object, tokenizer: TextTokenizer, vocab_size: int) -> list[int]:
@@ -68,6 +68,20 @@ def check_sampling(sampling: object, vocab_size: int) -> None:
             needed="at least one that is not",
             do="shorten `suppress`",
         )
+
+
+def own_mode(sampling: Sampling, model: CausalModel) -> str | None:
+    """The activation mode that a request asks for; None where it is the model's own. Raises RequestError for one that
+    the model cannot run, or cannot run yet (static without peaks)."""
+    mode = sampling.activations
+    if mode is None or mode == model.activations:
+        return None
+    try:
+        model.in_mode(mode)
+    except ParameterError as error:
+        what = f"this engine cannot compute a request in {mode} activations: {error.what}"
+        raise RequestError(what, found=error.found, needed=error.needed, do=error.do) from error
+    return mode
 
 
 def check_size(prompt_len: int, sampling: Sampling, config: EngineConfig) -> None:

@@ -8,15 +8,15 @@ import time
 import warnings
 from pathlib import Path
 
-from nanokit.engine.engine import Engine, EngineConfig
+from nanokit.engine.engine import Engine, EngineConfig, Prompt
+from nanokit.engine.limits import prompt_ids
 from nanokit.engine.settings import checked_call
-from nanokit.errors import ParameterError
+from nanokit.errors import ParameterError, RequestError
 from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
 from nanokit.model import memory
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig, override_rope
 from nanokit.model.load import open_model
-from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.transformer import OpenedModel, Transformer
 from nanokit.paths import data_dir
 
@@ -30,6 +30,39 @@ class LoadedEngine(Engine):
     """An engine over a model that `load` read: its `model` knows its name, its activation mode and its bytes."""
 
     model: Transformer
+
+    def calibrate(self, prompt: Prompt | None = None) -> None:
+        """Take the peaks of static activations from one forward over a prompt; None is the beginning of the kit's own
+        text, which is what `load` takes for an engine that is static itself. Any other engine on kernels that have the
+        mode computes static requests from then on. Forgets cached prompts: pages under other peaks are other pages.
+
+        Raises RequestError for a prompt that is longer than the KV pool, and while requests wait or run.
+        """
+        size = self.config.block_size
+        if prompt is None:
+            text = (data_dir() / CALIBRATION_TEXT).read_text(encoding="utf-8")
+            prompt = self.tokenizer.encode(text)[: min(CALIBRATION_TOKENS, self.pool.num_blocks * size)]
+        ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+        with self._lock:
+            if self._requests:
+                raise RequestError(
+                    "static activations cannot be calibrated now",
+                    found=f"{len(self._requests)} requests that wait or run",
+                    needed="none: their pages were computed under the peaks that stand",
+                )
+            if len(ids) > self.pool.num_blocks * size:
+                raise RequestError(
+                    "the calibration text does not fit into the KV pool",
+                    found=f"{len(ids)} tokens",
+                    needed=f"at most {self.pool.num_blocks * size}",
+                )
+            if self.scheduler.prefix is not None:
+                self.scheduler.prefix.clear()
+            blocks = [self.pool.allocate() for _ in range(-(-len(ids) // size))]
+            try:
+                self.model.calibrate(self.model.peaks_of(Batch(ids, [len(ids)], [len(ids)], [blocks]), self.kv))
+            finally:
+                self.pool.release(blocks)
 
     def __repr__(self) -> str:
         sizes = self.config
@@ -50,6 +83,7 @@ def load(
     prefix_cache: bool = True,
     kv_format: str | None = None,
     activations: str | None = None,
+    policy: str | None = None,
     device: str = "cpu",
     rope_freq_base: float | None = None,
     rope_freq_scale: float | None = None,
@@ -65,7 +99,8 @@ def load(
     "fp32", "fp16", "int8" or, but for the C kernels, "int4" pages; None is fp16, and fp32 where activations are fp32.
     activations: how the inputs of products are kept, one of kernels.activations.MODES; None is a8g32 in the C and
     Triton kernels, and fp32, which computes as transformers does, where C cannot run the model. "static" is calibrated
-    on a text of the kit's own. device: "cpu"; "cuda", a GPU; or "interpreter", the GPU's kernels run by Triton's
+    on a text of the kit's own. policy: quantize the weights on their way in, as "int4-sym-g64" (nanokit/quant/policy.py
+    has the grammar); None runs them as they are stored. device: "cpu"; "cuda", a GPU; or "interpreter", the GPU's kernels run by Triton's
     interpreter, to be read and tested and far too slow for a real model. rope_freq_base, rope_freq_scale: override the
     model's own values (or supply a base that a file lacks), with `force` only; `force` also allows a ctx beyond what
     the model was trained for. mapped: leave the layers' weights in their file and widen them again in every step; None
@@ -80,6 +115,10 @@ def load(
 
         source = resolve_default()
     model_source = open_model(source, rope_base=rope_freq_base if force else None)
+    if policy is not None:
+        from nanokit.model.requantize import requantized
+
+        model_source = requantized(model_source, policy)
     config = override_rope(model_source.config, base=rope_freq_base, scale=rope_freq_scale, force=force)
     max_context = _context(ctx, config, force)
     opened = OpenedModel(model_source, config, activations, resident=not mapped, device=device)
@@ -109,9 +148,10 @@ def load(
     )  # fmt: skip
     model = _read(opened)
     pages = PagedKV(config, num_blocks, kv_format, model.device)
+    engine = LoadedEngine(model, model_source.tokenizer, engine_config, kv=pages)
     if model.activations == "static":
-        _calibrate(model, model_source.tokenizer, pages)
-    return LoadedEngine(model, model_source.tokenizer, engine_config, kv=pages)
+        engine.calibrate()
+    return engine
 
 
 def _placed(opened: OpenedModel, activations: str | None, kv_bytes: int) -> OpenedModel:
@@ -135,15 +175,6 @@ def _read(opened: OpenedModel) -> Transformer:
             stacklevel=3,
         )
     return model
-
-
-def _calibrate(model: Transformer, tokenizer: Tokenizer, pages: PagedKV) -> None:
-    """Peaks of static activations from the beginning of the kit's own text, through the pages that the answers will
-    overwrite."""
-    text = (data_dir() / CALIBRATION_TEXT).read_text(encoding="utf-8")
-    ids = tokenizer.encode(text)[: min(CALIBRATION_TOKENS, pages.num_blocks * BLOCK_SIZE)]
-    blocks = list(range(-(-len(ids) // BLOCK_SIZE)))
-    model.calibrate(Batch(ids, [len(ids)], [len(ids)], [blocks]), pages)
 
 
 def _context(ctx: int | None, config: ModelConfig, force: bool) -> int:

@@ -3,12 +3,17 @@
 A sequence is described by two numbers only: how many tokens it has and for how many of them the KV is
 computed. A new prompt, a chunk of one, a decoding sequence, one that was preempted and one that will begin
 with KV it did not compute differ in these numbers and in nothing else, so the scheduler needs no phases.
+
+`spans` says in which activation mode each token is computed. When a caller changes the mode of a running request,
+KV that lies in its pages stays what it is: the next token to be drawn is the first computed in the new mode, over
+KV of the old one. What is computed again after a preemption is computed as it was the first time. Only the first
+span is offered to the prefix cache, or looked up there: beyond it the KV is that of no single mode.
 """
 
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
@@ -85,6 +90,8 @@ class Request:
     sampling: Sampling
     answer: AnswerText
     seed: int
+    mode: InitVar[str | None] = None  # activation mode; None is the engine's own
+    spans: list[tuple[int, str | None]] = field(init=False)  # (first token, mode), ascending, the first one from 0
     num_computed: int = 0  # tokens whose KV lies in `blocks`
     blocks: list[int] = field(default_factory=list)
     prefix_tail: Node | None = None  # where the prefix cache goes on from for this sequence
@@ -96,10 +103,35 @@ class Request:
     _seen: dict[int, None] = field(default_factory=dict)
     _seen_len: int = 0
 
+    def __post_init__(self, mode: str | None) -> None:
+        self.spans = [(0, mode)]
+
     @property
     def num_generated(self) -> int:
         """Tokens drawn so far."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def current_mode(self) -> str | None:
+        """The mode in which its next token is computed."""
+        return [mode for first, mode in self.spans if first <= self.num_computed][-1]
+
+    @property
+    def pending(self) -> int:
+        """How many tokens come next in one mode."""
+        later = [first for first, _ in self.spans if first > self.num_computed]
+        return min([len(self.tokens), *later]) - self.num_computed
+
+    @property
+    def sharable(self) -> int:
+        """Tokens from the first whose KV is that of one mode, `spans[0]`: what the prefix cache may know."""
+        return self.spans[1][0] if len(self.spans) > 1 else len(self.tokens)
+
+    def change_mode(self, mode: str | None) -> None:
+        """Compute in this mode whatever has not been computed; see the module."""
+        first = len(self.tokens) - 1 if self.num_generated else self.num_computed
+        kept = [span for span in self.spans if span[0] < first]
+        self.spans = kept if kept and kept[-1][1] == mode else [*kept, (first, mode)]
 
     def accept(self, token: int) -> None:
         """Append a drawn token and note the time."""
@@ -139,8 +171,10 @@ class Request:
         )
 
 
-def new_request(request_id: int, tokens: Sequence[int], sampling: Sampling, answer: AnswerText) -> Request:
+def new_request(
+    request_id: int, tokens: Sequence[int], sampling: Sampling, answer: AnswerText, mode: str | None = None
+) -> Request:
     """A request that has computed nothing; draws a seed when the sampling has none (32 bits: short enough to
     copy into a cell)."""
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
-    return Request(request_id, len(tokens), list(tokens), sampling, answer, seed)
+    return Request(request_id, len(tokens), list(tokens), sampling, answer, seed, mode)

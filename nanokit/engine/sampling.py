@@ -11,6 +11,8 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from nanokit.engine.settings import settings
+from nanokit.errors import ParameterError
+from nanokit.kernels.activations import MODES
 
 # Gumbel noise spans less than 26 (u lies in [2**-33, 1 - 2**-33]): at this temperature it moves logits by
 # less than 3e-4. Below it a draw *is* the argmax, and logits / temperature would only lose precision.
@@ -28,7 +30,8 @@ class Sampling:
     times the most probable. repetition_penalty: on ids of the prompt and of the answer so far. max_tokens: of
     the answer. stop: strings that end the answer and are not part of it (one string is taken as a list of
     one). seed: None draws one, which the result records. ignore_eos: go on past end-of-sequence tokens.
-    suppress: token ids never drawn.
+    suppress: token ids never drawn. activations: how the inputs of products are kept while this request is computed,
+    one of kernels.activations.MODES; None is the engine's own mode.
     """
 
     temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 0.0
@@ -41,11 +44,19 @@ class Sampling:
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     ignore_eos: bool = False
     suppress: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    activations: str | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_string(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("activations")
+    @classmethod
+    def _known_mode(cls, value: str | None) -> str | None:
+        if value not in (None, *MODES):
+            raise ParameterError("unknown activation mode", found=repr(value), needed="one of " + ", ".join(MODES))
+        return value
 
     @property
     def is_greedy(self) -> bool:

@@ -11,6 +11,9 @@ its blocks go back and it waits, to be computed again (its full blocks often are
 The oldest is never preempted, and `Engine.add` refuses what could not run alone, so there is always progress.
 Draws depend on (seed, position) only: preemption costs time and changes no answer.
 
+A step may hold requests of several activation modes; it is then computed as one batch a mode (`Step.by_mode`). A
+request whose mode was changed gets no tokens of two modes in one step.
+
 Rejected: separate prefill and decode phases (two code paths, and decoding stalls), swapping KV to another
 memory (the disk store does that, on purpose and by name), letting short requests overtake (starves long
 ones).
@@ -33,6 +36,13 @@ class Step:
 
     lengths: dict[Request, int] = field(default_factory=dict)
 
+    def by_mode(self) -> "dict[str | None, Step]":
+        """Its parts by activation mode, each in the order of the step."""
+        parts: dict[str | None, Step] = {}
+        for request, length in self.lengths.items():
+            parts.setdefault(request.current_mode, Step()).lengths[request] = length
+        return parts
+
     def batch(self) -> Batch:
         """The forward's input. Tables are copies: they stay as they are when the sequences grow."""
         token_ids: list[int] = []
@@ -54,6 +64,11 @@ class Step:
                 requests.append(request)
                 rows.append(end - 1)
         return requests, rows
+
+
+def salt_of(request: Request) -> str:
+    """What the KV of a request's beginning depends on besides its tokens: the mode in which it is computed."""
+    return request.spans[0][1] or ""
 
 
 class Scheduler:
@@ -100,7 +115,7 @@ class Scheduler:
                 break
             if request not in self.running:  # preempted just now, for an older one
                 continue
-            length = min(len(request.tokens) - request.num_computed, budget)
+            length = min(request.pending, budget)
             if self._make_room(request, length):
                 step.lengths[request] = length
                 budget -= length
@@ -109,7 +124,7 @@ class Scheduler:
                 break
             request = self.waiting.popleft()
             self.running.append(request)
-            length = min(len(request.tokens) - request.num_computed, budget)
+            length = min(request.pending, budget)
             self._allocate(request, self._missing(request, length))
             step.lengths[request] = length
             budget -= length
@@ -120,9 +135,10 @@ class Scheduler:
         for request, length in step.lengths.items():
             before = request.num_computed // self.block_size
             request.num_computed += length
-            if self.prefix is not None and request.num_computed // self.block_size > before:
+            shared = min(request.num_computed, request.sharable)
+            if self.prefix is not None and shared // self.block_size > before:
                 request.prefix_tail = self.prefix.register(
-                    request.prefix_tail, request.tokens[: request.num_computed], request.blocks
+                    request.prefix_tail, request.tokens[:shared], request.blocks, salt_of(request)
                 )
 
     def blocks_for(self, tokens: int) -> int:
@@ -155,7 +171,9 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Start a request on its cached prefix, if there are blocks for all its present tokens."""
-        hits = self.prefix.match(request.tokens) if self.prefix is not None else []
+        # One token more than may be shared: a hit never covers the last.
+        known = request.tokens[: request.sharable + 1]
+        hits = self.prefix.match(known, salt_of(request)) if self.prefix is not None else []
         revived = sum(self.pool.references(node.block) == 0 for node in hits)
         needed = self.blocks_for(len(request.tokens)) - len(hits) + revived
         if needed > self.pool.available:

@@ -6,6 +6,9 @@ search: a hit also needs equal tokens and *the same parent node* (object identit
 so a colliding hash costs time, never a wrong answer. Replace the hash by a constant and every answer stays
 right; a test does.
 
+KV also depends on how it was computed: the same tokens under other activations are other numbers. That is the
+`salt` of a chain, given to its first block and the same in all of it; chains of unlike salt are strangers.
+
 Rules
 - Only full blocks that have been computed are registered; what a step is about to compute is not there yet.
 - A hit never covers the last token of a sequence: its hidden state is needed to draw the next one.
@@ -41,6 +44,7 @@ class Node:
     parent: "Node | None"
     block: int
     depth: int  # blocks from the start of the sequence to the end of this one
+    salt: str  # how the KV of its chain was computed
     children: "dict[Node, None]" = field(default_factory=dict)  # a dict as an ordered set: eviction is repeatable
     alive: bool = True  # False once evicted; a sequence may still remember the node
 
@@ -60,44 +64,49 @@ class PrefixCache:
         """Cached blocks, held or evictable."""
         return len(self._by_block)
 
-    def match(self, tokens: Sequence[int]) -> list[Node]:
-        """The longest chain of cached blocks that `tokens` starts with, short of its last token. Holds
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[Node]:
+        """The longest chain of cached blocks of this salt that `tokens` starts with, short of its last token. Holds
         nothing."""
         chain: list[Node] = []
         parent = None
         for end in range(self.block_size, len(tokens), self.block_size):
-            parent = self._find(parent, tuple(tokens[end - self.block_size : end]))
+            parent = self._find(parent, tuple(tokens[end - self.block_size : end]), salt)
             if parent is None:
                 break
             chain.append(parent)
         return chain
 
-    def register(self, tail: Node | None, tokens: Sequence[int], blocks: Sequence[int]) -> Node | None:
+    def register(self, tail: Node | None, tokens: Sequence[int], blocks: Sequence[int], salt: str = "") -> Node | None:
         """Enter the full blocks of a sequence that are computed.
 
         tail: what the last call, or a match, returned for this sequence; tokens: those that are computed,
-        from the first; blocks: its block table. Returns the node of its last full block (another sequence's,
-        if that one was first), or None when there is none.
+        from the first; blocks: its block table; salt: how all of them were computed. Returns the node of its last
+        full block (another sequence's, if that one was first), or None when there is none.
         """
         if tail and not tail.alive:  # another sequence's block, evicted since: enter our own from the start
             tail = None
         for index in range(tail.depth if tail else 0, len(tokens) // self.block_size):
             first = index * self.block_size
             piece = tuple(tokens[first : first + self.block_size])
-            tail = self._find(tail, piece) or self._enter(tail, piece, blocks[index])
+            tail = self._find(tail, piece, salt) or self._enter(tail, piece, blocks[index], salt)
         return tail
+
+    def clear(self) -> None:
+        """Forget every cached block. Those that a sequence holds stay in the pool."""
+        for node in list(self._by_block.values()):
+            self._forget(node)
 
     def _key(self, parent: Node | None, tokens: tuple[int, ...]) -> int:
         return self._hash(parent.key if parent else 0, tokens)
 
-    def _find(self, parent: Node | None, tokens: tuple[int, ...]) -> Node | None:
+    def _find(self, parent: Node | None, tokens: tuple[int, ...], salt: str) -> Node | None:
         for node in self._buckets.get(self._key(parent, tokens), ()):
-            if node.parent is parent and node.tokens == tokens:
+            if node.parent is parent and node.tokens == tokens and node.salt == salt:
                 return node
         return None
 
-    def _enter(self, parent: Node | None, tokens: tuple[int, ...], block: int) -> Node:
-        node = Node(self._key(parent, tokens), tokens, parent, block, parent.depth + 1 if parent else 1)
+    def _enter(self, parent: Node | None, tokens: tuple[int, ...], block: int, salt: str) -> Node:
+        node = Node(self._key(parent, tokens), tokens, parent, block, parent.depth + 1 if parent else 1, salt)
         self.pool.cache(block)
         self._buckets.setdefault(node.key, []).append(node)
         self._by_block[block] = node
@@ -149,6 +158,7 @@ class PrefixCache:
             assert all(child.parent is node and child.alive for child in node.children), (
                 f"block {node.block} keeps a child that left"
             )
-            assert self._find(node.parent, node.tokens) is node, f"block {node.block} is entered twice"
+            assert node.parent is None or node.parent.salt == node.salt, f"block {node.block}: a chain of two salts"
+            assert self._find(node.parent, node.tokens, node.salt) is node, f"block {node.block} is entered twice"
         for block in range(self.pool.num_blocks):
             assert self.pool.is_cached(block) == (block in self._by_block), f"block {block}: pool disagrees"

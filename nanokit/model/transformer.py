@@ -5,6 +5,7 @@ a kernel backend, which packs the weights once (`bind`), resolves a step once (`
 """
 
 import warnings
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError, naming
 from nanokit.kernels import cpu, reference
-from nanokit.kernels.activations import MODES, no_peaks, note_peak
+from nanokit.kernels.activations import MODES, no_peaks, not_calibrated, note_peak
 from nanokit.kernels.packable import packed_bytes
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig
@@ -34,11 +35,14 @@ class BoundModel(HeadProduct, Protocol):
     used, see kernels/activations.py."""
 
     variant: str
+    peaks: Tensor | None
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of weights that one decoded token reads."""
         ...
+
+    def in_mode(self, mode: str) -> "BoundModel": ...
 
     def plan(self, batch: Batch, pages: Any) -> Any: ...
 
@@ -142,7 +146,11 @@ class OpenedModel:
 
 class Transformer:
     """Bound weights and the head. activations: the mode it runs in; compiled: by the C kernels; device: where hidden
-    states and KV pages lie; name and footprint are those of the source it was read from."""
+    states and KV pages lie; name and footprint are those of the source it was read from.
+
+    One set of weights serves every activation mode that its kernels have: `in_mode` gives a model that shares all but
+    the mode.
+    """
 
     def __init__(self, opened: OpenedModel) -> None:
         """Read the weights. Raises ModelFileError for one that is not a number."""
@@ -154,6 +162,25 @@ class Transformer:
             self._bound = opened.bind()
         self.kernels = self._bound.variant  # "avx512", …, "triton"; "torch" is the reference
         self.head = FullHead(self._bound, self.vocab_size)
+        self._others: dict[str, Transformer] = {}  # of this model, in the modes that were asked for
+
+    def in_mode(self, mode: str) -> "Transformer":
+        """The same weights in another activation mode; nothing is copied. Raises ParameterError for a mode that the
+        kernels lack, columns that its groups do not divide, and static before `calibrate`."""
+        found = self._in_mode(mode)
+        if mode == "static" and found.peaks is None:
+            raise not_calibrated()
+        return found
+
+    def _in_mode(self, mode: str) -> "Transformer":
+        if mode == self.activations:
+            return self
+        if mode not in self._others:
+            other = copy(self)
+            other._bound, other.activations, other._others = self._bound.in_mode(mode), mode, {}
+            other.head = FullHead(other._bound, self.vocab_size)
+            self._others[mode] = other
+        return self._others[mode]
 
     def forward(self, batch: Batch, pages: Any) -> Tensor:
         """Hidden states after the final norm, [rows, hidden_size]; the keys and values of the batch's tokens are in
@@ -161,12 +188,23 @@ class Transformer:
         batch.check(vocab_size=self.vocab_size, num_blocks=pages.num_blocks, block_size=pages.block_size)
         return self._bound.run(self._bound.plan(batch, pages))
 
-    def calibrate(self, batch: Batch, pages: Any) -> None:
-        """Take the peaks of static activations from one forward over `batch`."""
+    def peaks_of(self, batch: Batch, pages: Any) -> Tensor:
+        """The largest magnitude at each place (kernels/activations.py) in one forward over `batch`, as exactly as the
+        kernels can compute it: fp32 [4 * layers + 1]."""
         peaks = no_peaks(self.config.num_layers)
         hidden = self._bound.run(self._bound.plan(batch, pages), peaks)
         note_peak(peaks, 4 * self.config.num_layers, hidden)
-        self._bound.calibrate(peaks)
+        return peaks
+
+    def calibrate(self, peaks: Tensor) -> None:
+        """Set the peaks of static activations, of this model and of what `in_mode` gives. Raises ParameterError for
+        peaks that are not this model's, and for kernels that cannot run static."""
+        self._in_mode("static")._bound.calibrate(peaks)
+
+    @property
+    def peaks(self) -> Tensor | None:
+        """Of static activations; None before `calibrate`."""
+        return self._in_mode("static")._bound.peaks
 
     @property
     def bytes_per_token(self) -> int:

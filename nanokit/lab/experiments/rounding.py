@@ -14,7 +14,6 @@ layers here; what comes out of the whole model is the roofline notebook's sectio
 import statistics
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,18 +67,6 @@ class RoundingResult(KernelsResult):
         return Table(columns, lines, right=columns[1:])
 
 
-class _Watching(reference.Bound):
-    """The reference, which keeps what products see: inputs[4 * layer + place], fp32 [rows, columns]."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.inputs: dict[int, Tensor] = {}
-
-    def _seen(self, x: Tensor, place: int, peaks: Tensor | None) -> Tensor:
-        self.inputs[place] = x
-        return super()._seen(x, place, peaks)
-
-
 def rounding(
     p: KernelsParams, *, progress: Progress | None = None, cancel: threading.Event | None = None
 ) -> RoundingResult:
@@ -116,7 +103,7 @@ def rounding(
 
 def _inputs(source: ModelSource, weights: Weights, length: int) -> tuple[dict[int, Tensor], Tensor]:
     """What each product sees of a text, and the peaks of the text before it."""
-    bound = _Watching(source.config, weights, True, "fp32")
+    bound = reference.bind(source.config, weights)
     ids = source.tokenizer.encode((data_dir() / TEXT).read_text("utf-8"))
     ids = (ids * (2 * length // len(ids) + 1))[: 2 * length]
     blocks = list(range(-(-length // BLOCK_SIZE)))
@@ -126,8 +113,9 @@ def _inputs(source: ModelSource, weights: Weights, length: int) -> tuple[dict[in
     )
     peaks, last = no_peaks(source.config.num_layers), 4 * source.config.num_layers
     note_peak(peaks, last, bound.run(before, peaks))
-    hidden = bound.run(text)
-    return {**bound.inputs, last: hidden}, peaks
+    inputs: dict[int, Tensor] = {}
+    hidden = bound.run(text, observe=inputs.__setitem__)
+    return {**inputs, last: hidden}, peaks
 
 
 def _sqnr(weight: Tensor, x: Tensor, modes: list[str], peak: float) -> dict[str, float]:
