@@ -4,8 +4,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from nanokit.quant.formats import FORMATS
-from nanokit.quant.integer import integer_format
 from nanokit.quant.qtensor import QTensor
+from nanokit.quant.weight_format import weight_format
 
 # Where a block keeps its fp16 scale and, second, what its minimums are multiplied by.
 HALVES = {
@@ -14,12 +14,17 @@ HALVES = {
 }  # fmt: skip
 INTEGERS = [f"int{bits}-{kind}-{group}" for bits in (4, 8) for kind in ("sym", "asym")
             for group in ("g32", "g64", "channel")]  # fmt: skip
+# The other formats that the kit makes itself, and groups and ranges of integer ones that those above do not have.
+TABLES = ["nvfp4", "mxfp4", "nf4"]
+MADE = [*INTEGERS, "int4-sym-g16", "int4-asym-g192", "int8-asym-tensor-reduced", *TABLES]
 CODED = [name for name, f in FORMATS.items() if f.has_codes]
 
 
 def columns_of(name: str) -> int:
     """Columns of this format are a multiple of this number."""
-    return FORMATS[name].block_size if name in FORMATS else 64 if name.endswith("g64") else 32
+    if name in FORMATS:
+        return FORMATS[name].block_size
+    return 192 if name.endswith("g192") else 64 if name.endswith("g64") or name == "nf4" else 32
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0, size: float = 0.1) -> np.ndarray:
@@ -40,9 +45,9 @@ def random_blocks(name: str, rows: int, columns: int, seed: int = 0, size: float
 
 
 def random_weights(name: str, rows: int, columns: int, seed: int = 0) -> QTensor:
-    """A matrix in a format of files, or in an integer format of the kit's own."""
+    """A matrix in a format of files, or in one that the kit makes."""
     if name in FORMATS:
         return FORMATS[name].decode(random_blocks(name, rows, columns, seed), (rows, columns))
     noise = np.random.default_rng(seed)
     weights = noise.standard_normal((rows, columns)) * 2 ** noise.uniform(-3, 3, (rows, 1)) + 0.2
-    return integer_format(name).quantize(weights.astype(np.float32))
+    return weight_format(name).quantize(weights.astype(np.float32))

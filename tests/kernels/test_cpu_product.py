@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from products import PEAK, activations, assert_product, layouts
-from stored import CODED, INTEGERS, columns_of, random_weights
+from stored import CODED, MADE, columns_of, random_weights
 
 from nanokit.errors import ModelFileError, ParameterError
 from nanokit.kernels.activations import GROUPS, quantize
@@ -18,7 +18,7 @@ from nanokit.kernels.cpu.library import Library
 from nanokit.kernels.cpu.ops import Linear
 from nanokit.quant.qtensor import QTensor
 
-FORMATS = [*CODED, *INTEGERS]
+FORMATS = [*CODED, *MADE]
 properties = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from stored import CODED, INTEGERS, columns_of, random_weights
+from stored import CODED, MADE, columns_of, random_weights
 
 from nanokit.errors import ModelFileError
 from nanokit.kernels.cpu.library import Library
@@ -16,7 +16,7 @@ from nanokit.kernels.cpu.pack import CODES4, CODES8, PLANES8, TABLE4, Arena, Pac
 from nanokit.kernels.packable import fits_four_bits
 from nanokit.quant.qtensor import QTensor
 
-FORMATS = [*CODED, *INTEGERS]
+FORMATS = [*CODED, *MADE]
 
 
 def same_bits(ours: np.ndarray, theirs: np.ndarray) -> bool:
@@ -97,7 +97,7 @@ def test_panels_are_as_drawn(name: str, planes: bool, kind: int, bias: int) -> N
 
 def test_scales_are_halves_only_where_nothing_is_lost() -> None:
     """A rounded scale is a requantized weight; a rounded minimum no less."""
-    for name, half in [("Q4_1", True), ("Q8_0", True), ("Q4_K", False), ("int8-sym-g32", False)]:
+    for name, half in [("Q4_1", True), ("Q8_0", True), ("Q4_K", False), ("int8-sym-g32", True), ("nf4", False)]:
         assert pack("w", random_weights(name, 16, 256), Arena()).struct.scale16 == half
     codes, scales = np.ones((16, 32), np.int8), np.full((16, 1), 0.5, np.float32)
     for odd in (0.1, 65536.0, 2.0**-25, 1.0 + 2.0**-11):

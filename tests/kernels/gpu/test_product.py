@@ -21,20 +21,9 @@ from nanokit.kernels.gpu.activations import Activations, quantize
 from nanokit.kernels.gpu.configs import ProductConfig
 from nanokit.kernels.gpu.pack import pack
 from nanokit.kernels.gpu.product import multiply, rows_of, splits_of
-from nanokit.quant.blocks import FP4_LEVELS
 from nanokit.quant.qtensor import QTensor
 
-FORMATS = [*CODED, *INTEGERS, "fp4-g16"]
-
-
-def weights(name: str, outputs: int, columns: int, seed: int = 0) -> QTensor:
-    """A matrix in a format of files, an integer format, or NVFP4's: the FP4 table with a scale for 16 columns."""
-    if name != "fp4-g16":
-        return random_weights(name, outputs, columns, seed)
-    noise = np.random.default_rng(seed)
-    scales = (2 ** noise.uniform(-4, 1, (outputs, columns // 16))).astype(np.float16).astype(np.float32)
-    codes = noise.integers(0, 16, (outputs, columns)).astype(np.int8)
-    return QTensor(name, codes.shape, codes, scales, None, 16, FP4_LEVELS, (0, 15))
+FORMATS = [*CODED, *INTEGERS, "int4-sym-g16", "nvfp4", "nf4"]
 
 
 def seen(x: Tensor, mode: str) -> Activations:
@@ -49,7 +38,7 @@ def test_every_mode_and_layout(name: str) -> None:
     that end in the middle of a unit, outputs that fill no panel."""
     number = FORMATS.index(name)
     outputs, columns = 16 * (number % 3) + 5, columns_of(name) * (1 if columns_of(name) == 256 else 3)
-    q = weights(name, outputs, columns, number)
+    q = random_weights(name, outputs, columns, number)
     bias = np.random.default_rng(number).standard_normal(outputs).astype(np.float32)
     for planes in layouts(q):
         packed = pack(name, q, bias, planes=planes)
@@ -62,7 +51,7 @@ def test_every_mode_and_layout(name: str) -> None:
 def test_packing_loses_nothing(name: str) -> None:
     """A nibble, panel or scale in the wrong place; also what an embedding is read from. Rows come in any order and more
     than once."""
-    q = weights(name, 37, columns_of(name) * (2 if columns_of(name) == 256 else 5), 3)
+    q = random_weights(name, 37, columns_of(name) * (2 if columns_of(name) == 256 else 5), 3)
     ids = torch.tensor([36, 0, 17, 16, 15, 17], device=runtime.device())
     for planes in layouts(q):
         rows = rows_of(pack(name, q, planes=planes), ids)
@@ -72,7 +61,7 @@ def test_packing_loses_nothing(name: str) -> None:
 @pytest.mark.parametrize("planes", [False, True])
 def test_what_is_packed_takes_no_more_than_it_says(planes: bool) -> None:
     """Half a byte for 4-bit codes, a byte for others; scales in two bytes if that loses none, else in four."""
-    q4, q8 = weights("Q4_1", 32, 128), weights("Q8_0", 32, 128)
+    q4, q8 = random_weights("Q4_1", 32, 128), random_weights("Q8_0", 32, 128)
     assert pack("a", q4).nbytes == 32 * 128 // 2 + 2 * 2 * 32 * 4
     assert pack("a", q8, planes=planes).nbytes == 32 * 128 + 2 * 32 * 4
     q8.scales[3, 1] += 2.0**-30
@@ -90,7 +79,7 @@ def test_a_row_is_the_same_bits_in_any_company(
     """Another number of rows, other tiles, ranges of columns that one program adds up or several, some outputs or all:
     an order of operations that differed would make speculation and batching change the text."""
     columns = columns_of(name) * (blocks % 2 + 1 if columns_of(name) == 256 else blocks)
-    q = weights(name, outputs, columns, rows)
+    q = random_weights(name, outputs, columns, rows)
     packed = pack(name, q, np.linspace(-1, 1, outputs, dtype=np.float32))
     x = activations(rows, columns, rows)
     whole = multiply(packed, seen(x, mode))
@@ -122,7 +111,7 @@ def test_columns_are_cut_by_the_matrix_alone() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 def test_a_row_that_is_not_finite_stays_so_and_alone(mode: str, bad: float) -> None:
     """Codes cannot hold it: a scale of zero or a clamped code would make a plausible answer of a diverged row."""
-    packed = pack("a", weights("Q4_1", 20, 64))
+    packed = pack("a", random_weights("Q4_1", 20, 64))
     x = activations(3, 64, 1)
     clean = multiply(packed, seen(x, mode))
     x[1, 40] = bad
@@ -146,7 +135,7 @@ def test_extreme_codes_do_not_overflow() -> None:
 
 def test_nothing_to_do() -> None:
     """No rows, or no ids: no launch of no programs."""
-    packed = pack("a", weights("Q4_0", 5, 64))
+    packed = pack("a", random_weights("Q4_0", 5, 64))
     none, one = torch.empty(0, 64, device=runtime.device()), torch.ones(1, 64, device=runtime.device())
     no_ids = torch.empty(0, dtype=torch.int64, device=runtime.device())
     assert multiply(packed, Activations("fp32", none)).shape == (0, 5)
@@ -165,14 +154,14 @@ def test_columns_that_do_not_fit_are_refused_by_name(columns: int, group: int) -
 
 def test_activations_of_another_matrix_are_refused() -> None:
     """They would be read beyond their end."""
-    packed = pack("blk.3.down", weights("Q4_0", 5, 64))
+    packed = pack("blk.3.down", random_weights("Q4_0", 5, 64))
     with pytest.raises(ParameterError, match=r"(?s)blk.3.down.*32 columns.*64 columns"):
         multiply(packed, seen(torch.zeros(1, 32), "a8g32"))
 
 
 def test_ids_with_gaps_are_refused() -> None:
     """A kernel would read what lies between them."""
-    packed, x = pack("a", weights("Q4_0", 20, 64)), seen(torch.zeros(1, 64), "a8g32")
+    packed, x = pack("a", random_weights("Q4_0", 20, 64)), seen(torch.zeros(1, 64), "a8g32")
     for ids in (torch.arange(20)[::2], torch.arange(5, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int64)):
         with pytest.raises(ParameterError, match="no ids"):
             rows_of(packed, ids.to(runtime.device()))
