@@ -138,6 +138,12 @@ def _info(args: argparse.Namespace) -> int:
     return model_info.main(args.file, args.compare, args.json)
 
 
+def _quantize(args: argparse.Namespace) -> int:
+    from nanokit.model.console import quantize
+
+    return quantize(args)
+
+
 def _generate(args: argparse.Namespace) -> int:
     from nanokit.engine import console
 
@@ -178,9 +184,9 @@ def _parser() -> argparse.ArgumentParser:
     lab.add_argument("arguments", nargs="*", metavar="-- ARGUMENT", help="passed on to jupyter lab")
     lab.set_defaults(command=_lab)
 
-    model = commands.add_parser("model", help="the default model, files of random weights, and what a file holds").add_subparsers(
-        metavar="ACTION", required=True
-    )
+    model = commands.add_parser(
+        "model", help="the default model, files of random weights, and what a file holds"
+    ).add_subparsers(metavar="ACTION", required=True)
     fetch = model.add_parser("fetch", help="download the default model once and print its path")
     fetch.add_argument("--verify", action="store_true", help="hash a file that is already there")
     fetch.set_defaults(command=_fetch)
@@ -197,6 +203,18 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--compare", metavar="FILE", help="another file of the same model: where the bytes differ")
     info.add_argument("--json", metavar="FILE", help="write every tensor's bytes there; - is standard output")
     info.set_defaults(command=_info)
+
+    quantize = commands.add_parser("quantize", help="write a quantized copy of a model")
+    quantize.add_argument("source", metavar="MODEL", help="as for --model of generate")
+    quantize.add_argument("target", metavar="OUT", help="….safetensors (all formats) or ….gguf (those that GGUF has)")
+    quantize.add_argument(
+        "--policy", required=True, help="such as int4-sym-g64, nvfp4+gptq, mix:attn=…,ffn=…, auto:4.25"
+    )
+    quantize.add_argument(
+        "--calibration", metavar="FILE", help="text that awq, gptq and auto look at (default: our own)"
+    )
+    quantize.add_argument("--force", action="store_true", help="replace a file that is there already")
+    quantize.set_defaults(command=_quantize)
 
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", nargs="?", help="the text; - or a pipe reads it from standard input")

@@ -43,7 +43,9 @@ def open_model(source: str | Path, *, rope_base: float | None = None) -> ModelSo
                 return SafetensorsSource(path, rope_base=rope_base)
     except OSError as error:  # what the system does not take as a path; files are opened further down
         raise _no_such_model(error.strerror) from error
-    looks_like_file = path.is_absolute() or path.suffix in (".gguf", ".safetensors") or str(source).startswith((".", "~"))
+    looks_like_file = (
+        path.is_absolute() or path.suffix in (".gguf", ".safetensors") or str(source).startswith((".", "~"))
+    )
     if looks_like_file or not HUB_NAME.fullmatch(str(source)):
         raise _no_such_model(f"no file or folder {source}")
     name = str(source)
@@ -55,7 +57,7 @@ def _no_such_model(found: str | None) -> ModelFileError:
     return ModelFileError(
         "there is no such model",
         found=found,
-        needed="a .gguf file, a folder of safetensors, a .safetensors file of nanokit quantize, or org/name on the hub",
+        needed="a .gguf file, a folder of safetensors, a file of nanokit quantize, or org/name on the hub",
         do="check the path; `nanokit model fetch` prints the path of the default model",
     )
 

@@ -8,6 +8,7 @@ refused before the first weight is read: a group that does not divide the column
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,11 @@ from nanokit.errors import ParameterError
 from nanokit.kernels.packable import matrices
 from nanokit.model.source import ModelSource
 from nanokit.model.weights import Matrix, Stored, Weights, find_weights
-from nanokit.quant.policy import ATTENTION, FEED_FORWARD, Choice, Policy, parse_policy
+from nanokit.quant.policy import ATTENTION, FEED_FORWARD, FLOAT_HEAD, Choice, Policy, parse_policy
 from nanokit.quant.qtensor import Coding, QTensor
-from nanokit.quant.rounding import search
+from nanokit.quant.rounding import check_searchable, search
 from nanokit.quant.storage import nominal_bits
-from nanokit.quant.weight_format import WeightFormat
+from nanokit.quant.weight_format import WeightFormat, weight_format
 
 Progress = Callable[[int, int, str], None]  # done, in all, of what
 Span = tuple[float, float]
@@ -42,27 +43,30 @@ def requantized(
     """
     chosen = parse_policy(policy) if isinstance(policy, str) else policy
     weights = find_weights(source.config, source)
-    if chosen.auto_bits is not None or chosen.methods & {"awq", "gptq"}:
-        from nanokit.model import allocate, calibrate
+    if chosen.auto_bits is not None:
+        from nanokit.model import allocate
+        from nanokit.model.calibrate import default_calibration
 
-        texts = calibration if calibration is not None else calibrate.default_calibration(source.tokenizer)
-        if chosen.auto_bits is not None:
-            chosen = allocate.resolve(source, chosen.auto_bits, texts, progress)
+        texts = default_calibration(source.tokenizer) if calibration is None else calibration
+        chosen = allocate.resolve(source, chosen.auto_bits, texts, progress)
     choices = choices_of(chosen, source, weights)
     if not chosen.methods & {"awq", "gptq"}:
         return Requantized(source, chosen, choices, {}, {})
-    found = calibrate.calibrated(source, weights, choices, texts, progress)
+    from nanokit.model.calibrate import calibrated, default_calibration
+
+    texts = default_calibration(source.tokenizer) if calibration is None else calibration
+    found = calibrated(source, weights, choices, texts, progress)
     return Requantized(source, chosen, choices, found.matrices, found.vectors)
 
 
 def named_roles(weights: Weights) -> dict[str, tuple[str, int | None]]:
-    """Role and layer of every matrix, by its name in the file. The embedding of a tied model has the role "head"; one
-    that is only an embedding is not listed, and never quantized."""
+    """Role and layer of every matrix, by its name in the file. An embedding has the role "head", tied or not."""
     roles: dict[str, tuple[str, int | None]] = {}
     for index, layer in enumerate(weights.layers):
         for role in ATTENTION + FEED_FORWARD:
             roles[getattr(layer, role).weight.name] = (role, index)
-    roles[weights.head.weight.name if weights.head else weights.embedding.name] = ("head", None)
+    for matrix in (weights.embedding, *([weights.head.weight] if weights.head else [])):
+        roles[matrix.name] = ("head", None)
     return roles
 
 
@@ -70,28 +74,40 @@ def choices_of(policy: Policy, source: ModelSource, weights: Weights) -> dict[st
     """The choice for every matrix that the policy changes, by its name in the file. Raises ParameterError for layers
     that the model does not have, and for groups that do not divide: with the matrices that they do not fit."""
     policy.check_layers(source.config.num_layers)
-    choices = {name: policy.choice(*role) for name, role in named_roles(weights).items()}
+    roles = named_roles(weights)
+    choices = {name: policy.choice(*role) for name, role in roles.items()}
     choices = {name: choice for name, choice in choices.items() if choice.format is not None}
-    refused: dict[str, list[str]] = {}
+    if choices and policy.named("head") is None:
+        floats = (name for name, (role, _) in roles.items() if role == "head" and not source.stored[name].coding)
+        choices |= {
+            name: Choice(weight_format(FLOAT_HEAD)) for name in floats if source.stored[name].shape[1] % 32 == 0
+        }
+    refused: dict[tuple[str, str], list[str]] = {}
     for name, choice in choices.items():
         assert choice.format is not None
+        if choice.method:
+            check_searchable(choice.format)
         try:
             choice.format.group_of(source.stored[name].shape[1])
         except ParameterError as error:
-            refused.setdefault(f"{error.what}: {error.found}, needed {error.needed}", []).append(name)
+            refused.setdefault((f"{choice.format.name} for {error.found}", str(error.needed)), []).append(name)
     if refused:
-        names = [name for several in refused.values() for name in several]
         raise ParameterError(
             f"policy {policy.name} does not fit {source.name}",
-            found="; ".join(refused),
-            needed=f"for {len(names)} matrices: {', '.join(names[:3])}" + (", …" if len(names) > 3 else ""),
-            do="choose one of the groups that fit, or except these matrices: …;down=int4-sym-g64",
+            found="; ".join(f"{what} in {_some(names)}" for (what, _), names in refused.items()),
+            needed="; ".join(dict.fromkeys(needed for _, needed in refused)),
+            do="choose one of these, or except the matrices: …;down=int4-sym-g64",
         )
     return choices
 
 
+def _some(names: list[str]) -> str:
+    return f"{len(names)} matrices ({', '.join(names[:3])}" + (", …)" if len(names) > 3 else ")")
+
+
 class Requantized:
-    """See the module. policy: the resolved one; the other attributes are those of any source."""
+    """See the module. policy: the resolved one; choices: of the matrices that it changes; vectors: norms and biases
+    that a method replaced. The other attributes are those of any source."""
 
     def __init__(
         self,
@@ -103,14 +119,14 @@ class Requantized:
     ) -> None:
         self.kind, self.config, self.tokenizer = base.kind, base.config, base.tokenizer
         self.name, self.policy = f"{base.name} as {policy.name}", policy
-        self._choices, self._made, self._vectors = choices, matrices_, vectors
+        self.choices, self._made, self.vectors = choices, matrices_, vectors
         self.base = base
         self.stored = {name: self._entry(name, stored) for name, stored in base.stored.items()}
         self._spans: dict[str, Span] = {}
         self._latest: tuple[str, QTensor] | None = None
 
     def _entry(self, name: str, stored: Stored) -> Stored:
-        choice = self._choices.get(name)
+        choice = self.choices.get(name)
         if choice is None or choice.format is None:
             return stored
         rounded, (rows, columns) = choice.format, stored.shape
@@ -118,15 +134,18 @@ class Requantized:
         nbytes = round(nominal_bits(rounded, stored.shape) * rows * columns / 8)
         return replace(stored, nbytes=nbytes, type=rounded.name, coding=coding)
 
+    def facts(self) -> dict[str, Any]:
+        return self.base.facts()
+
     def tensor(self, name: str) -> Tensor:
-        if name in self._vectors:
-            return self._vectors[name]
-        if name not in self._choices:
+        if name in self.vectors:
+            return self.vectors[name]
+        if name not in self.choices:
             return self.base.tensor(name)
         return torch.from_numpy(self.matrix(name).dequantize())
 
     def quantized(self, name: str, first: int, end: int) -> QTensor | None:
-        if name not in self._choices:
+        if name not in self.choices:
             return self.base.quantized(name, first, end)
         return self.matrix(name).rows(first, end)
 
@@ -136,7 +155,7 @@ class Requantized:
             return self._made[name]
         if self._latest is None or self._latest[0] != name:
             self._latest = None  # two of the largest would be one too many
-            self._latest = (name, self._rounded(name, self._choices[name]))
+            self._latest = (name, self._rounded(name, self.choices[name]))
         return self._latest[1]
 
     def _rounded(self, name: str, choice: Choice) -> QTensor:
@@ -152,7 +171,7 @@ class Requantized:
             return None
         if name not in self._spans:
             found = find_weights(self.config, self.base)
-            for group in sharing(rounded, found, self._choices):
+            for group in sharing(rounded, found, self.choices):
                 reaches = [_reach(matrix) for matrix in group]
                 span = min(low for low, _ in reaches), max(high for _, high in reaches)
                 self._spans |= {matrix.name: span for matrix in group}

@@ -1,11 +1,11 @@
 """A model that nanokit quantized, in one safetensors file: written here, and read here.
 
-    <name>                 a tensor that was not quantized, in the number type that it had (fp32 where it was a block type
-                           without codes)
+    <name>                 a tensor that was not quantized, in the number type that it had (fp32 where it was a block
+                           type without codes)
     <name>::codes          the arrays of a quantized one (quant/storage.py): any reader of safetensors opens them
     <name>::scales …
-    metadata "nanokit"     JSON: {"schema", "policy", "source", "entries": {name: format, shape, group, …},
-                           "gguf": metadata of the file it came from | "files": the folder's config.json, tokenizer.json …}
+    metadata "nanokit"     JSON: {"schema", "policy", "source", "entries": {name: format, shape, group, …}, and either
+                           "gguf": metadata of the file it came from, or "files": the folder's config.json, …}
 
 Names are those of the file that the model came from, and so are configuration and tokenizer, which are read again by
 the very readers that read that file: a second description of a model would be a second thing to keep true. Rows of q
@@ -44,9 +44,9 @@ _DAMAGED = "quantize the model again"
 
 
 def write(source: ModelSource, path: Path, policy: str) -> None:
-    """Write every tensor of `source` as it gives it. policy: what is noted of how it was quantized. Raises ModelFileError
-    for weights that are not finite, OSError for a place that cannot be written; an existing file is replaced at the
-    end."""
+    """Write every tensor of `source` as it gives it. policy: what is noted of how it was quantized. Raises
+    ModelFileError for weights that are not finite, OSError for a place that cannot be written; an existing file is
+    replaced at the end."""
     tensors: dict[str, Tensor] = {}
     entries: dict[str, Any] = {}
     for name, stored in source.stored.items():
@@ -60,7 +60,10 @@ def write(source: ModelSource, path: Path, policy: str) -> None:
     header = {"schema": SCHEMA, "policy": policy, "source": source.name, "entries": entries, **source.facts()}
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        scratch.touch()
+        mode = scratch.stat().st_mode  # as any new file here; the library makes its own readable by the owner alone
         save_file(tensors, scratch, {"format": "pt", "nanokit": json.dumps(header)})
+        scratch.chmod(mode)
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
@@ -193,4 +196,6 @@ def _entry(name: str, entry: Any) -> Entry:
 
 
 def _broken(name: str, found: str, needed: str) -> ModelFileError:
-    return ModelFileError(f"{name}: the header of the quantized model is damaged", found=found, needed=needed, do=_DAMAGED)
+    return ModelFileError(
+        f"{name}: the header of the quantized model is damaged", found=found, needed=needed, do=_DAMAGED
+    )

@@ -40,7 +40,7 @@ class ModelSource(TensorSource, Protocol):
     tokenizer: Tokenizer
 
     def facts(self) -> dict[str, Any]:
-        """What the model is beside its tensors, in plain JSON: all that its configuration and tokenizer are read from."""
+        """What the model is beside its tensors, in plain JSON: what its configuration and tokenizer are read from."""
         ...
 
 
@@ -70,7 +70,7 @@ def footprint(source: ModelSource) -> Footprint:
 
 
 class GGUFSource:
-    """A GGUF file (`file`). Llama files keep q and k permuted for interleaved rope; `tensor` undoes it, by head counts."""
+    """A GGUF file. Llama files keep q and k permuted for interleaved rope; `tensor` undoes it, by head counts."""
 
     kind = 0
 
@@ -103,7 +103,7 @@ class GGUFSource:
             )
         self.tokenizer.pad_to(self.config.vocab_size)
         self.stored = {
-            name: Stored(info.shape, info.nbytes, info.type, FORMATS[info.type].coding if info.type in FORMATS else None)
+            name: Stored(info.shape, info.nbytes, info.type, kind.coding if (kind := FORMATS.get(info.type)) else None)
             for name, info in infos.items()
         }
 

@@ -8,9 +8,9 @@
     auto:4.25                                          formats chosen by measured sensitivity, so many bits a weight
     keep                                               everything as it is stored
 
-The last override that fits a matrix wins. A head (or the embedding that is the head) and embeddings stay as they are
-stored unless `head` is named: they are the most sensitive matrix, and in a small model a large part of the bytes. Norms
-and biases are never quantized. `auto` says how much, not what: `nanokit.model.allocate` turns it into a policy of this
+The last override that fits a matrix wins. Head and embedding, which `head` names together, stay as they are stored
+unless it is named: they are the most sensitive matrices, and a large part of a small model's bytes. Floats among them
+become int8-sym-g32, for kernels run codes (`head=keep` leaves the floats, and runs at the speed of torch). Norms and biases are never quantized. `auto` says how much, not what: `nanokit.model.allocate` turns it into a policy of this
 grammar by measuring a model.
 
 Rejected: regular expressions over tensor names (each file format has its own names, and a typing error matches nothing
@@ -29,8 +29,9 @@ ROLES = (*ATTENTION, *FEED_FORWARD, "head")
 CLASSES = {"attn": ATTENTION, "ffn": FEED_FORWARD, "all": ATTENTION + FEED_FORWARD}
 METHODS = ("search", "awq", "gptq")
 DEFAULT = "int4-sym-g32"  # group-wise everywhere, as measured (notebook 10)
+FLOAT_HEAD = "int8-sym-g32"
 MOST_LAYERS = 10_000
-_SELECTOR = re.compile(r"(?:(\d{1,5})(?:-(\d{1,5}))?)?\.?([a-z]*)")
+_SELECTOR = re.compile(r"(?:(\d{1,5})(?:-(\d{1,5}))?(?:\.(?=[a-z])|$))?([a-z]*)")
 _GRAMMAR = (
     "FORMAT, FORMAT+search, FORMAT+awq, FORMAT+gptq, mix:attn=FORMAT,ffn=FORMAT[,head=FORMAT], auto:BITS or keep; "
     "overrides after ';', such as down=q8_0, 0-3.ffn=int8-sym-g32 or 5.q=keep"
@@ -76,11 +77,15 @@ class Policy:
                 f"{self.name} has to be resolved for a model first",
                 do="quantize with nanokit.load(policy=…) or nanokit quantize, which measure the model",
             )
+        return self.named(role, layer) or Choice()
+
+    def named(self, role: str, layer: int | None = None) -> Choice | None:
+        """The same, or None where no rule is about this matrix."""
         for rule in reversed(self.rules):
             in_layers = rule.layers is None or (layer is not None and rule.layers[0] <= layer <= rule.layers[1])
             if role in rule.roles and in_layers:
                 return rule.choice
-        return Choice()
+        return None
 
     @property
     def methods(self) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """How quantized weights are kept in a file: plain arrays that any reader of safetensors can open, and a line of facts.
 
-    codes      uint8 [rows, ceil(columns / 2)]    of up to four bits: column 2j in the low nibble of byte j, 2j + 1 above
+    codes      uint8 [rows, ceil(columns / 2)]    of up to four bits: column 2j in the low nibble of byte j, then 2j + 1
                int8  [rows, columns]              of more
     fifths     uint8 [rows, ceil(columns / 8)]    of five bits: the high bits, column 8j in bit 0 of byte j; codes then
                                                   holds the lower four
@@ -83,14 +83,11 @@ def parts_of(q: QTensor) -> Parts:
     """The arrays of a matrix [rows, columns], by name."""
     entry = entry_of(q)
     parts: Parts = {}
-    if entry.bits > 5:
-        parts["codes"] = q.codes
-    else:
-        unsigned = q.codes.view(np.uint8) if q.code_range[0] >= 0 else (q.codes - np.int8(q.code_range[0])).view(np.uint8)
-        nibble = q.codes.view(np.uint8) & np.uint8(15) if entry.bits == 4 else unsigned & np.uint8(15)
-        parts["codes"] = _nibbles(nibble)
-        if entry.bits == 5:
-            parts["fifths"] = np.packbits(unsigned >> np.uint8(4), axis=-1, bitorder="little")
+    codes = q.codes.view(np.uint8)
+    if entry.bits == 5:
+        codes = codes - np.uint8(q.code_range[0] % 256)
+        parts["fifths"] = np.packbits(codes >> np.uint8(4), axis=-1, bitorder="little")
+    parts["codes"] = q.codes if entry.bits > 5 else _nibbles(codes & np.uint8(15))
     one = is_format(q.format) and weight_format(q.format).scope in ONE_SCALE
     for name, values in (("scales", q.scales), ("minimums", q.minimums)):
         if values is not None:
@@ -124,7 +121,9 @@ def restore(entry: Entry, parts: Parts, name: str) -> QTensor:
     scales = _numbers(parts, "scales", entry, grouped, name)
     minimums = _numbers(parts, "minimums", entry, grouped, name) if "minimums" in parts else None
     if not np.isfinite(scales).all() or (minimums is not None and not np.isfinite(minimums).all()):
-        raise ModelFileError(f"{name} holds a scale that is not finite", needed="finite numbers", do="quantize it again")
+        raise ModelFileError(
+            f"{name} holds a scale that is not finite", needed="finite numbers", do="quantize it again"
+        )
     return QTensor(
         entry.format, entry.shape, codes, scales, minimums, entry.group, table, entry.code_range, entry.tensor_scale
     )
