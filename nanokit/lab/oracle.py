@@ -4,6 +4,8 @@ The bound is that of the kernels' own tests (tests/kernels/test_cpu_product.py),
 disagree about what "equal" means.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from nanokit.kernels import activations
 from nanokit.lab.experiments.product import random_weights
 from nanokit.lab.sides import Side
-from nanokit.quant.formats import FORMATS as FORMATS_OF_FILES
+from nanokit.quant.float4 import MXFP4
 from nanokit.quant.qtensor import QTensor
 
 TABLE = "MXFP4"  # 4-bit codes that are places in a table, as NVFP4's are
@@ -19,24 +21,11 @@ FORMATS = ("int4-sym-g32", "int4-asym-g32", "int8-sym-g32", "int8-asym-g32", "in
 
 
 def matrix(name: str, outputs: int, columns: int) -> QTensor:
-    """Normal weights in one of `FORMATS`, scales with values of fp16, as files have them."""
+    """Normal weights in one of `FORMATS`."""
     if name == TABLE:
-        return _by_table(outputs, columns)
+        noise = np.random.default_rng(0).standard_normal((outputs, columns), np.float32)
+        return replace(MXFP4().quantize(noise), format=TABLE)
     return random_weights(name, outputs, columns)
-
-
-def _by_table(outputs: int, columns: int) -> QTensor:
-    """The nearest entries of FP4's table, under a scale for 32 columns that is a power of two."""
-    form = FORMATS_OF_FILES[TABLE]
-    assert form.table is not None
-    noise = np.random.default_rng(0).standard_normal((outputs, columns // form.group, form.group), np.float32)
-    scales = 2.0 ** np.ceil(np.log2(np.abs(noise).max(axis=2) / form.table.max()))
-    steps = noise / scales[..., None]
-    codes = np.abs(steps[..., None] - form.table).argmin(axis=-1).astype(np.int8)
-    return QTensor(
-        TABLE, (outputs, columns), codes.reshape(outputs, columns), scales.astype(np.float32), None, form.group,
-        form.table, form.code_range,
-    )  # fmt: skip
 
 
 def bound(weights: QTensor, x: Tensor, mode: str, peak: float | None = None) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,18 @@ from nanokit.quant.qtensor import QTensor
 _SLICE = 1 << 16
 
 
+def extremes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest and highest of each group, [n, 1]; NaN where there is one.
+
+    Of short groups by columns of a transposed copy: numpy goes down those with vector instructions, and over 32
+    neighbours one by one.
+    """
+    if groups.shape[1] > 128:
+        return groups.min(axis=1, keepdims=True), groups.max(axis=1, keepdims=True)
+    turned = np.ascontiguousarray(groups.T)
+    return turned.min(axis=0)[:, None], turned.max(axis=0)[:, None]
+
+
 class BlockFormat:
     """A `WeightFormat` (quant/weight_format.py). block: weights that share a scale, consecutive columns; reach: what a
     scale is multiplied by at most."""

@@ -17,18 +17,18 @@ A `QTensor` holds whole numbers as levels and finished fp32 scales, so
 Signs of zero. e2m1 has a -0. NVFP4's owners keep the sign of whatever rounds to zero, and so do these codes (8); ggml
 writes 0 for it. The value is 0 either way, and a quantized NVFP4 matrix quantized again has 0 in place of 8.
 
-Small numbers. Kernels count fp32's subnormal numbers as zero, so that no scale here may be one: NVFP4's factor is at
-least 2^-116 (the smallest block scale is then normal), an NF4 block whose scale would be subnormal is zero. MXFP4's
-exponents 0 and 1 are its owner's and do stand for subnormal scales (blocks with a peak below 2^-123). Blocks below
-2^-125 get the exponent 0; there the gguf library's own wraps around.
+Small numbers. Kernels count fp32's subnormal numbers as zero, so that no scale here is one: NVFP4's factor is at least
+2^-116 (the smallest block scale is then normal), an NF4 block whose scale would be subnormal is zero, and an MXFP4
+block with a peak below 2^-123 that is not zero has the exponent byte 2. The gguf library goes down to 0 there, and
+wraps around below 2^-125.
 
 Same codes when a dequantized matrix is quantized again: always for MXFP4 and NF4; for NVFP4, but for the -0, in every
-block whose peak is at least 2^-15 of the matrix's, below which e4m3 has fewer than its four bits.
+block whose peak is at least 1 / 28,672 of the matrix's, below which e4m3 has fewer than its four bits.
 """
 
 import numpy as np
 
-from nanokit.quant.blocked import BlockFormat
+from nanokit.quant.blocked import BlockFormat, extremes
 from nanokit.quant.blocks import FP4_LEVELS, Unpacked, half_power
 
 # Half way between e2m1's levels, doubled as they are: 0 1 2 3 4 6 8 12.
@@ -57,6 +57,12 @@ def count_above(x: np.ndarray, bounds: np.ndarray, up: int = 0) -> np.ndarray:
     return found
 
 
+def peaks_of(part: np.ndarray) -> np.ndarray:
+    """Largest magnitude of each block, [n, 1]."""
+    low, high = extremes(part)
+    return np.maximum(high, np.abs(low))
+
+
 def e4m3(x: np.ndarray) -> np.ndarray:
     """The nearest e4m3 number of each x in 2^-9 … 448, ties to even; float32 in, float32 out."""
     exponent = np.maximum(np.frexp(x)[1] - 1, -6) - 3  # of the last of three bits; below 2^-6 numbers are subnormal
@@ -78,7 +84,7 @@ class NVFP4(BlockFormat):
 
     def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
         factor = np.float32(2 * common)
-        block_scales = np.abs(part).max(axis=1, keepdims=True) / (np.float32(FP4_LARGEST) * factor)
+        block_scales = peaks_of(part) / (np.float32(FP4_LARGEST) * factor)
         scales = e4m3(np.clip(block_scales, np.float32(E4M3_SMALLEST), np.float32(E4M3_LARGEST))) * np.float32(common)
         steps = np.abs(part.astype(np.float64)) / scales
         codes = count_above(steps, FP4_BOUNDS, self.ties_up)
@@ -94,13 +100,12 @@ class MXFP4(BlockFormat):
     table = FP4_LEVELS
 
     def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
-        sizes = np.abs(part)
-        peaks = sizes.max(axis=1, keepdims=True)
+        peaks = peaks_of(part)
         # In fp32, as ggml: just below a high power of two its logarithm is rounded up to the whole number.
         with np.errstate(divide="ignore"):
-            exponents = np.where(peaks > 0, np.floor(np.log2(peaks)) - 2 + 127, 0).clip(0, 254).astype(np.uint8)
+            exponents = np.where(peaks > 0, np.maximum(np.floor(np.log2(peaks)) - 2 + 127, 2), 0).astype(np.uint8)
         scales = half_power(exponents)
-        codes = count_above(sizes / scales, FP4_BOUNDS)
+        codes = count_above(np.abs(part) / scales, FP4_BOUNDS)
         if exponents.max(initial=0) == 253:  # the two highest levels are beyond fp32
             np.minimum(codes, np.where(exponents == 253, np.uint8(5), np.uint8(7)), out=codes)
         codes += ((part < 0) & (codes > 0)).view(np.uint8) << np.uint8(3)
@@ -116,7 +121,7 @@ class NF4(BlockFormat):
     reach = 127.0
 
     def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
-        peaks = np.abs(part).max(axis=1, keepdims=True)
+        peaks = peaks_of(part)
         scales = peaks / np.float32(127)
         kept = scales >= NORMAL
         scales[~kept] = 0

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nanokit.errors import ParameterError
-from nanokit.quant.blocked import BlockFormat
+from nanokit.quant.blocked import BlockFormat, extremes
 from nanokit.quant.blocks import Unpacked
 from nanokit.quant.qtensor import QTensor
 
@@ -40,7 +40,7 @@ class _Peak(BlockFormat):
         self.name, self.half, self.code_range = name, half, (-half, half - 1)
 
     def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
-        high, low = part.max(axis=1, keepdims=True), part.min(axis=1, keepdims=True)
+        low, high = extremes(part)
         peak = np.where(high > -low, high, low)
         equal = (high == -low)[:, 0]
         if equal.any():
@@ -67,7 +67,7 @@ class _Spread(BlockFormat):
 
     def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
         highest = self.code_range[1]
-        high, low = part.max(axis=1, keepdims=True), part.min(axis=1, keepdims=True)
+        low, high = extremes(part)
         steps = (high - low) / np.float32(highest)
         inverse, beyond = _inverse(steps)
         product = part - low
@@ -87,7 +87,8 @@ class _Eight(BlockFormat):
     code_range = (-128, 127)
 
     def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
-        steps = np.maximum(part.max(axis=1, keepdims=True), -part.min(axis=1, keepdims=True)) / np.float32(127)
+        low, high = extremes(part)
+        steps = np.maximum(high, -low) / np.float32(127)
         inverse, beyond = _inverse(steps)
         product = part * inverse
         product += np.copysign(BELOW_HALF, product)

@@ -40,6 +40,7 @@ from typing import Literal
 import numpy as np
 
 from nanokit.errors import ModelFileError, ParameterError
+from nanokit.quant.blocked import extremes
 from nanokit.quant.qtensor import QTensor
 
 # Weights handled at a time: their float64 copies stay in a core's own cache.
@@ -120,7 +121,7 @@ class IntegerFormat:
         step = max(1, _SLICE // group)
         for first in range(0, len(groups), step):
             part = slice(first, first + step)
-            scale, minimum = shared or self._grid(*_ends(groups[part], axis=1), name)
+            scale, minimum = shared or self._grid(*extremes(groups[part]), name)
             scales[part] = scale
             if minimums is not None:
                 minimums[part] = minimum
@@ -152,7 +153,7 @@ class IntegerFormat:
                 f"{name} alone does not tell the scale of {self.name}",
                 needed="a span: the lowest and highest weight of all matrices that share it",
             )
-        low, high = _ends(groups)
+        low, high = extremes(groups.reshape(1, -1))
         if not np.isfinite([low, high]).all():
             self._refuse(low, high, name)
         if span is not None:
@@ -162,7 +163,7 @@ class IntegerFormat:
     def _grid(self, low: np.ndarray, high: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Scales and minimums (zero where symmetric) in float64, for weights low … high [n, 1]."""
         lowest, highest = self.code_range
-        given = low, high
+        given = low, high = low.astype(np.float64), high.astype(np.float64)
         if self.symmetric:
             high = np.maximum(np.abs(low), np.abs(high))
             low = np.zeros_like(high)
@@ -181,12 +182,6 @@ class IntegerFormat:
             found=f"weights from {low.min()} to {high.max()}",
             needed="finite weights whose range is a float32 number",
         )
-
-
-def _ends(groups: np.ndarray, axis: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Lowest and highest weight of each group, or of all, in float64 [n, 1]."""
-    low, high = (ends.astype(np.float64) for ends in (groups.min(axis, keepdims=True), groups.max(axis, keepdims=True)))
-    return low, high
 
 
 def _eleven_bits(x: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ slider moves from one to the other. Walks of one row, of the rows asked for and 
 import statistics
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -72,15 +72,8 @@ class TorchLinear:
 
 
 def random_weights(name: str, rows: int, columns: int) -> QTensor:
-    """Normal weights in one of `FORMATS`, scales and minimums rounded to fp16, as files have them."""
-    noise = np.random.default_rng(0).standard_normal((rows, columns), np.float32)
-    made = integer_format(name).quantize(noise)
-    minimums = None if made.minimums is None else _half(made.minimums)
-    return replace(made, scales=_half(made.scales), minimums=minimums)
-
-
-def _half(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.float16).astype(np.float32)
+    """Normal weights in one of `FORMATS`."""
+    return integer_format(name).quantize(np.random.default_rng(0).standard_normal((rows, columns), np.float32))
 
 
 def product(
