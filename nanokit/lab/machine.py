@@ -218,9 +218,15 @@ def measure_bandwidth(*, repeats: int = 7, buffer_bytes: int | None = None) -> B
 
 def _last_cache_bytes() -> int:
     """Size of the last-level cache as Linux lists it, 0 where it does not."""
-    sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        unit = {"K": 2**10, "M": 2**20}.get(text[-1:], 1)
-        sizes.append(int(text.rstrip("KM") or 0) * unit)
-    return max(sizes)
+    return max(cache_bytes().values(), default=0)
+
+
+def cache_bytes() -> dict[int, int]:
+    """Sizes of the first core's caches for data by level, as Linux lists them; {} elsewhere."""
+    sizes: dict[int, int] = {}
+    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        if (folder / "type").read_text().strip() != "Instruction" and (folder / "size").exists():
+            text = (folder / "size").read_text().strip()
+            unit = {"K": 2**10, "M": 2**20}.get(text[-1:], 1)
+            sizes[int((folder / "level").read_text())] = int(text.rstrip("KM") or 0) * unit
+    return sizes

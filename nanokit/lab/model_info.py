@@ -53,7 +53,7 @@ def main(path: str, compare: str | None, target: str | None) -> int:
 def facts(found: Account) -> dict[str, str]:
     """What the header says of the model, by name; what it does not say is left out."""
     metadata = found.metadata
-    if found.form == "GGUF":
+    if "general.architecture" in metadata:
         architecture = str(metadata.get("general.architecture", "not stated"))
         values = {name: metadata.get(f"{architecture}.{key}") for name, (key, _) in _FACTS.items()}
     else:
@@ -63,6 +63,7 @@ def facts(found: Account) -> dict[str, str]:
         values = {name: flat.get(key) for name, (_, key) in _FACTS.items()}
     roles = {tensor.role for tensor in found.tensors}
     said = {"architecture": architecture, **{k: f"{v}" for k, v in values.items() if v is not None}}
+    said |= {key: str(metadata[key]) for key in ("policy", "source") if key in metadata}
     said["head"] = "a matrix of its own" if "head" in roles else "the embedding (tied)"
     return said
 
@@ -71,7 +72,7 @@ def types(found: Account, role: str | None = None) -> str:
     """The types of the tensors, or of those of one role, the one of most bytes first."""
     nbytes: dict[str, int] = {}
     for tensor in found.tensors:
-        if role in (None, tensor.role):
+        if tensor.weights and role in (None, tensor.role):  # and not of scales that stand by themselves
             nbytes[tensor.type] = nbytes.get(tensor.type, 0) + tensor.nbytes
     return ", ".join(sorted(nbytes, key=nbytes.__getitem__, reverse=True))
 

@@ -174,8 +174,10 @@ def _of_safetensors(path: Path, files: list[Path]) -> Account:
     for file in files:
         before, entries, said = read_safetensors_header(file)
         header += before
-        metadata = {**said, **metadata}
-        tensors += _safetensors_tensors(entries, file.stat().st_size - before)
+        ours = _of_this_kit(said)
+        metadata = {**said, **ours, **metadata}
+        named = {name: str(entry["format"]) for name, entry in ours.get("entries", {}).items()}
+        tensors += _safetensors_tensors(entries, file.stat().st_size - before, named)
     return Account(path.name, "safetensors", header, 8, tuple(tensors), metadata)
 
 
@@ -222,7 +224,19 @@ def _folder_facts(folder: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _safetensors_tensors(entries: Mapping[str, Any], data: int) -> list[TensorBytes]:
+def _of_this_kit(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What the kit notes in the files that it writes (nanokit/model/saved.py): policy, source, the format of each
+    matrix, and facts as the file had them that the model came from. {} for the files of others."""
+    try:
+        noted = json.loads(said.get("nanokit", "{}"))
+        facts = noted.get("gguf") or json.loads(noted.get("files", {}).get("config.json", "{}"))
+        return {**facts, **{key: noted[key] for key in ("policy", "source", "entries") if key in noted}}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _safetensors_tensors(entries: Mapping[str, Any], data: int, formats: Mapping[str, str]) -> list[TensorBytes]:
+    """data: bytes after the header; formats: of matrices whose codes are called `<name>::codes`."""
     ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"][0])
     ends = [*(entry["data_offsets"][0] for _, entry in ordered[1:]), data]
     bases = {_base(name) for name in entries if _SCALES.search(name)}
@@ -233,7 +247,7 @@ def _safetensors_tensors(entries: Mapping[str, Any], data: int) -> list[TensorBy
         tensors.append(
             TensorBytes(
                 name,
-                entry["dtype"],
+                formats.get(name.removesuffix("::codes"), entry["dtype"]),
                 tuple(entry["shape"]),
                 role_of(name),
                 prod(entry["shape"]) * each,

@@ -125,6 +125,38 @@ def test_a_damaged_file_is_refused(tmp_path: Path, keep: int) -> None:
         account(path)
 
 
+def test_a_gap_is_padding(tmp_path: Path) -> None:
+    """Bytes that belong to no tensor, between two and after the last: the library writes none, other writers do."""
+    entries = {
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "b": {"dtype": "F16", "shape": [2], "data_offsets": [24, 28]},
+    }
+    text, path = json.dumps(entries).encode(), tmp_path / "m.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(28 + 4))
+    found = account(path)
+    assert found.nbytes == path.stat().st_size
+    assert [tensor.padding for tensor in found.tensors] == [16, 4]
+    assert found.of("plain") == 12
+
+
+def test_files_of_the_kit_name_their_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that was just written has to say what it is, and to the byte."""
+    model = save_tiny_gguf(tmp_path / "m.gguf", compiled_model("llama"), types="Q4_1")
+    target = tmp_path / "q.safetensors"
+    assert main(["quantize", str(model), str(target), "--policy", "nvfp4"]) == 0
+    found = account(target)
+    assert found.nbytes == target.stat().st_size
+    assert found.role("feed-forward").bits_per_weight == pytest.approx(4.5, abs=0.02)
+    assert found.weights == account(model).weights
+    capsys.readouterr()
+    assert main(["model", "info", str(model), "--compare", str(target)]) == 0
+    assert "Q4_1 -> nvfp4" in capsys.readouterr().out
+    assert main(["model", "info", str(target)]) == 0
+    said = capsys.readouterr().out
+    assert "policy" in said
+    assert "rope base" in said
+
+
 NONSENSE = (
     "[1]", '{"x": 3}', '{"x": {"dtype": "F32"}}', '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}',
 )  # fmt: skip

@@ -12,12 +12,13 @@ from nanokit.lab.bench.timing import milliseconds
 from nanokit.lab.machine import measure_bandwidth
 
 
-def reader_of(arrays: Sequence[np.ndarray]) -> Callable[[], object]:
-    """A function that reads every byte of the arrays once. Raises NoKernelsError."""
+def reader_of(arrays: Sequence[np.ndarray], threads: int | None = None) -> Callable[[], object]:
+    """A function that reads every byte of the arrays once, by so many threads (None: a step's). Raises
+    NoKernelsError."""
     spans = np.array([array.ctypes.data for array in arrays], np.int64)
     sizes = np.array([array.nbytes for array in arrays], np.int64)
-    stream, threads, kept = Functions(library()).stream, team(library()), list(arrays)
-    return lambda: stream(threads.handle, spans.ctypes.data, sizes.ctypes.data, len(kept))
+    stream, crew, kept = Functions(library()).stream, team(library(), threads), list(arrays)
+    return lambda: stream(crew.handle, spans.ctypes.data, sizes.ctypes.data, len(kept))
 
 
 def reading_speed(size: int, repeats: int) -> list[float]:

@@ -1,6 +1,7 @@
 """Figures: the house style, and one function an experiment that draws its result."""
 
 from nanokit.lab.plots.activation_plot import activation_cost
+from nanokit.lab.plots.alignment_plot import load, loads, shifted
 from nanokit.lab.plots.house import (
     GREY,
     GRID,
@@ -36,12 +37,15 @@ __all__ = [
     "figure",
     "gains",
     "lines",
+    "load",
+    "loads",
     "mark",
     "noise",
     "product",
     "promises",
     "roofline",
     "rounding",
+    "shifted",
     "show",
     "step_cost",
     "streaming",
