@@ -10,7 +10,8 @@
 
 The last override that fits a matrix wins. Head and embedding, which `head` names together, stay as they are stored
 unless it is named: they are the most sensitive matrices, and a large part of a small model's bytes. Floats among them
-become int8-sym-g32, for kernels run codes (`head=keep` leaves the floats, and runs at the speed of torch). Norms and biases are never quantized. `auto` says how much, not what: `nanokit.model.allocate` turns it into a policy of this
+become int8-sym-g32, for kernels run codes (`head=keep` leaves the floats, and runs at the speed of torch). Norms and
+biases are never quantized. `auto` says how much, not what: `nanokit.model.allocate` turns it into a policy of this
 grammar by measuring a model.
 
 Rejected: regular expressions over tensor names (each file format has its own names, and a typing error matches nothing

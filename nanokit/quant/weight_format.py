@@ -45,9 +45,7 @@ class WeightFormat(Protocol):
         groups that would."""
         ...
 
-    def quantize(
-        self, weights: np.ndarray, name: str = "a matrix", span: tuple[float, float] | None = None
-    ) -> QTensor:
+    def quantize(self, weights: np.ndarray, name: str = "a matrix", span: tuple[float, float] | None = None) -> QTensor:
         """Codes and scales of float32 weights (…, rows, columns). name: what messages call them. span: lowest and highest
         weight that the scale has to reach, for the scopes wider than a row ("tensor" takes its own if None).
 
