@@ -6,15 +6,22 @@ outliers do not coarsen another head. Codes and scales are those of kernels/acti
 int4 codes are stored as code + 8, two in a byte.
 
 Rejected: a scale for each page (rescaling 64 tokens when a larger one arrives), for each key dimension (better in
-theory, but it must be known before the first token is), and the code -8 (the two ends would round differently).
+theory, but it must be known before the first token is; kivi.py seals whole pages so), and the code -8 (the two ends
+would round differently).
+
+A scale may be given instead, for each layer and head: int8-static pages, what lies beyond being clipped.
 """
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from nanokit.errors import ParameterError
 from nanokit.kernels.activations import LIMIT, to_codes
+
+if TYPE_CHECKING:
+    from nanokit.model.batch import Batch
 
 LANES = 16
 LIMIT_INT4, ZERO_INT4 = 7, 8  # codes -7 … 7, stored as 1 … 15
@@ -32,22 +39,27 @@ class LayerPages(NamedTuple):
 
 
 class Pages(Protocol):
-    """Where keys and values lie."""
+    """Where keys and values lie; nanokit/kv/pages.py says what each method gives."""
 
     block_size: int
+    kv_format: str
 
     def layer(self, index: int) -> LayerPages: ...
+    def sealed(self, index: int) -> Tensor | None: ...
+    def peaks(self, index: int) -> Tensor | None: ...
+    def begin_step(self, batch: "Batch") -> list[int]: ...
 
 
-def write_kv(pages: LayerPages, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Store k, v [n, Hk, d] in the pages; slots [n] = block id * block size + offset in the block."""
+def write_kv(pages: LayerPages, slots: Tensor, k: Tensor, v: Tensor, peaks: Tensor | None = None) -> None:
+    """Store k, v [n, Hk, d] in the pages; slots [n] = block id * block size + offset in the block. peaks: fp32 [2, Hk],
+    what codes of keys and of values are scaled by; None: each token's own."""
     keys, values, key_scales, value_scales = pages
     block_size = keys.shape[2] * LANES
     block, offset = slots // block_size, slots % block_size
     if key_scales is not None and value_scales is not None:
         limit = LIMIT_INT4 if keys.dtype == torch.uint8 else LIMIT
-        k, key_scales[block, :, offset] = to_codes(k, k.abs().amax(dim=-1), limit)
-        v, value_scales[block, :, offset] = to_codes(v, v.abs().amax(dim=-1), limit)
+        k, key_scales[block, :, offset] = to_codes(k, _peak(k, peaks, 0), limit)
+        v, value_scales[block, :, offset] = to_codes(v, _peak(v, peaks, 1), limit)
     group, lane = offset // LANES, offset % LANES
     if keys.dtype == torch.uint8:
         _write_int4_keys(keys, block, group, lane, (k + ZERO_INT4).to(torch.uint8))
@@ -56,6 +68,30 @@ def write_kv(pages: LayerPages, slots: Tensor, k: Tensor, v: Tensor) -> None:
     else:
         keys[block, :, group, :, lane] = k.to(keys.dtype)
         values[block, :, group, lane, :] = v.to(values.dtype)
+
+
+def _peak(x: Tensor, peaks: Tensor | None, which: int) -> Tensor:
+    """What x [n, Hk, d] is scaled by, [n, Hk]. A number that is not finite stays in the scale: codes cannot hold it."""
+    own = x.abs().amax(dim=-1)
+    return own if peaks is None else torch.where(own.isfinite(), peaks[which], own)
+
+
+def checked_peaks(peaks: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """A copy of peaks for pages of (layers, 2, KV heads). Raises ParameterError for another shape, and for one that no
+    text gives: not finite, or not above zero."""
+    if tuple(peaks.shape) != shape:
+        raise ParameterError(
+            "the peaks of keys and values are not these pages'", found=list(peaks.shape),
+            needed=f"{list(shape)}: layers, keys and values, KV heads",
+        )  # fmt: skip
+    peaks = peaks.to(torch.float32, copy=True).contiguous()
+    for layer, kind, head in ((peaks <= 0) | ~peaks.isfinite()).nonzero().tolist()[:1]:
+        raise ParameterError(
+            f"the peak of layer {layer}, {('keys', 'values')[kind]} of head {head} cannot be a scale",
+            found=float(peaks[layer, kind, head]),
+            needed="a finite number above zero",
+        )
+    return peaks
 
 
 def _write_int4_keys(keys: Tensor, block: Tensor, group: Tensor, lane: Tensor, codes: Tensor) -> None:

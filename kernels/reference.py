@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,7 +75,8 @@ Observer = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence of a step: its rows, the blocks that hold its context, and what each row may see."""
+    """Rows of one sequence of a step, the blocks that hold their context, and what each row may see. All rows of a
+    sequence, or, where a row sees its own page otherwise than earlier ones (kivi4), those of one page."""
 
     rows: slice
     kv_len: int
@@ -90,8 +92,9 @@ class Plan:
     cos: Tensor
     sin: Tensor
     slots: Tensor
-    sequences: Sequence[Span]
+    spans: Sequence[Span]
     pages: Pages
+    full: list[int]  # blocks to seal
 
 
 class Resident:
@@ -99,10 +102,10 @@ class Resident:
 
     def __init__(self, layer: "Linear") -> None:
         self.weight = layer.weight.dense()
-        self._bias = None if layer.bias is None else layer.bias.dense()
+        self.bias = None if layer.bias is None else layer.bias.dense()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self._bias)
+        return linear(x, self.weight, self.bias)
 
 
 class Mapped:
@@ -177,25 +180,29 @@ class Bound:
         """Resolve positions, slots and pages of a step. Sequences without new tokens take no part in it."""
         positions: list[int] = []
         slots: list[int] = []
-        sequences = []
+        spans = []
         size = pages.block_size
+        full = pages.begin_step(batch)
         for query_len, kv_len, table in zip(batch.query_lens, batch.kv_lens, batch.block_tables, strict=True):
             if query_len == 0:
                 continue
             new = range(kv_len - query_len, kv_len)
-            rows = slice(len(positions), len(positions) + query_len)
-            positions.extend(new)
+            borders = range((new.start // size + 1) * size, kv_len, size) if pages.kv_format == "kivi4" else ()
+            for first, end in pairwise([new.start, *borders, kv_len]):
+                rows = slice(len(positions), len(positions) + end - first)
+                positions.extend(range(first, end))
+                blocks = torch.tensor(table[: -(-end // size)])
+                spans.append(Span(rows, end, blocks, torch.arange(first + 1, end + 1)))
             slots.extend(table[p // size] * size + p % size for p in new)
-            blocks = torch.tensor(table[: -(-kv_len // size)])
-            sequences.append(Span(rows, kv_len, blocks, torch.arange(new.start + 1, kv_len + 1)))
         angles = torch.tensor(positions, dtype=torch.float32)[:, None] * self._inverse_frequencies
         return Plan(
             torch.tensor(batch.token_ids, dtype=torch.int64),
             angles.cos(),
             angles.sin(),
             torch.tensor(slots, dtype=torch.int64),
-            sequences,
+            spans,
             pages,
+            full,
         )
 
     @torch.inference_mode()
@@ -269,11 +276,15 @@ class Bound:
         """Attention's output before `o`, [rows, heads * head_dim]; x is the quantized input that q, k and v share."""
         q, k, v = heads(layer, self._config, x, plan.cos, plan.sin)
         pages = plan.pages.layer(index)
-        write_kv(pages, plan.slots, k, v)
+        write_kv(pages, plan.slots, k, v, plan.pages.peaks(index))
+        sealed = plan.pages.sealed(index)
+        if sealed is not None and plan.full:
+            kivi.seal(pages, sealed, plan.full)
         out = torch.empty_like(q)
-        for sequence in plan.sequences:
-            k, v = read_kv(pages, sequence.blocks, sequence.kv_len)
-            out[sequence.rows] = attention(q[sequence.rows], k, v, sequence.visible)
+        for span in plan.spans:
+            seen = span.blocks, span.kv_len
+            k, v = read_kv(pages, *seen) if sealed is None else kivi.read_kv(pages, sealed, *seen)
+            out[span.rows] = attention(q[span.rows], k, v, span.visible)
         return out.flatten(1)
 
 

@@ -87,11 +87,21 @@ def plan_all(bound: Any, texts: list[list[int]], pages: PagedKV) -> object:
     return bound.plan(Batch([token for text in texts for token in text], lengths, lengths, tables), pages)
 
 
+def pages_for(config: Any, blocks: int, kv_format: str = "fp32", device: torch.device | str = "cpu") -> PagedKV:
+    """Pages; static ones with scales that clip some of what tiny models compute."""
+    pages = PagedKV(config, blocks, kv_format, device)
+    if kv_format == "int8-static":
+        pages.calibrate(
+            1.0 + torch.rand(config.num_layers, 2, config.num_kv_heads, generator=torch.Generator().manual_seed(4))
+        )
+    return pages
+
+
 def logits_of(
     bound: Any, config: object, texts: list[list[int]], kv_format: str = "fp32", device: torch.device | str = "cpu"
 ) -> Tensor:
     """On the CPU, of every token."""
-    pages = PagedKV(config, len(texts) * -(-max(map(len, texts)) // BLOCK_SIZE), kv_format, device)
+    pages = pages_for(config, len(texts) * -(-max(map(len, texts)) // BLOCK_SIZE), kv_format, device)
     return bound.logits(bound.run(plan_all(bound, texts, pages))).cpu()
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nanokit.model.weights import LayerWeights, Linear, Matrix, Weights
 
 MODES = {"a16": 0, "a8g32": 1, "a8g16": 2, "token": 3, "tensor": 4, "static": 5}
-KV_FORMATS = {"fp32": 0, "fp16": 1, "int8": 2}
+KV_FORMATS = {"fp32": 0, "fp16": 1, "int8": 2, "int8-static": 2, "int4": 3, "kivi4": 4}
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,16 @@ class Bound:
                 longest = max(longest, kv_len)
         rope = self._rope = self._rope.reaching(longest)
         at, addresses = 0, []
-        for part in (parts := (batch.token_ids, positions, first_row, first_block, blocks)):
+        full = pages.begin_step(batch)
+        for part in (parts := (batch.token_ids, positions, first_row, first_block, blocks, full)):
             addresses.append(at)
             at += 8 * len(part)
         tables = self._tables_of(pages)
         words = array("q", list(chain.from_iterable(parts)))
         start = words.buffer_info()[0]
+        *addresses, last = [start + offset for offset in addresses]
         step = structs.Step(
-            len(positions), len(first_row) - 1, *[start + offset for offset in addresses], *rope.addresses,
-            *tables.step,
+            len(positions), len(first_row) - 1, *addresses, *rope.addresses, *tables.step(), len(full), last
         )  # fmt: skip
         return Plan(step, len(positions), (words, rope, tables))
 
@@ -258,15 +259,26 @@ class Bound:
 
     def _tables_of(self, pages: "Pages") -> "PageTables":
         tables = self._tables
-        if tables is None or tables.pages is not pages:
+        if tables is None or tables.pages is not pages or tables.peaks is not pages.kv_peaks:
             self._tables = tables = PageTables(pages)
         return tables
 
 
 class PageTables:
-    """Where the pages of every layer begin. step: KV format and the tables' addresses, as structs.Step has them."""
+    """Where the pages of every layer begin, as structs.Step has it."""
 
     def __init__(self, pages: "Pages") -> None:
-        self.pages, self._found = pages, pages.addresses()
-        tables = (self._found.keys, self._found.values, self._found.key_scales, self._found.value_scales)
-        self.step = (KV_FORMATS[pages.kv_format], *(table.ctypes.data for table in tables))
+        self.pages, self.peaks, self._found = pages, pages.kv_peaks, pages.addresses()
+
+    def step(self, layer: int = 0) -> tuple[int | None, ...]:
+        """From kv_format to sealed, the tables beginning at `layer`."""
+        found, keys = self._found, self.pages.layer(layer).keys
+        tables = (found.keys, found.values, found.key_scales, found.value_scales)
+        peaks = None if self.peaks is None else self.peaks[layer].data_ptr()
+        return (
+            KV_FORMATS[self.pages.kv_format],
+            *(table[layer:].ctypes.data for table in tables),
+            peaks,
+            keys.stride(0) * keys.itemsize,
+            found.sealed[layer:].ctypes.data,
+        )

@@ -1,6 +1,5 @@
 """Attention of one layer as a checked operation of its own, for tests and notebooks; `bound` does not come by here."""
 
-import ctypes
 from ctypes import POINTER, addressof, byref, c_int, c_long, c_void_p
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError
 from nanokit.kernels.cpu import structs
-from nanokit.kernels.cpu.bound import KV_FORMATS
+from nanokit.kernels.cpu.bound import PageTables
 from nanokit.kernels.cpu.library import Library
 from nanokit.kernels.cpu.library import library as default_library
 from nanokit.kernels.cpu.team import team
@@ -82,11 +81,11 @@ def attention(
         layers=1, heads=heads, kv_heads=kv_heads, head_dim=dim, eps=norms.eps if norms else 0.0,
         layer=addressof(weights),
     )  # fmt: skip
-    words = _words(batch, pages.block_size)
-    where = [ctypes.c_void_p(int(each[layer])) for each in vars(pages.addresses()).values()]
+    full = np.array(pages.begin_step(batch), np.int64)
+    words, tables = _words(batch, pages.block_size), PageTables(pages)
     step = structs.Step(
         rows, len(batch.query_lens), *(x.ctypes.data for x in words), cos.data_ptr(), sin.data_ptr(),
-        KV_FORMATS[pages.kv_format], *(addressof(x) for x in where),
+        *tables.step(layer), len(full), full.ctypes.data,
     )  # fmt: skip
     out = torch.empty_like(q)
     run = library.declare(

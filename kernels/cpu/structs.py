@@ -96,6 +96,11 @@ class Step(Structure):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+        ("kv_peaks", c_void_p),
+        ("block_bytes", c_int64),
+        ("sealed", c_void_p),
+        ("fulls", c_int64),
+        ("full", c_void_p),
     ]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanokit.errors import ParameterError
 from nanokit.kernels.activations import checked_peaks, not_calibrated, note_peak
 from nanokit.kernels.gpu import runtime
 from nanokit.kernels.gpu.activations import Activations, check_mode, quantize
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from nanokit.model.batch import Batch
     from nanokit.model.config import ModelConfig
     from nanokit.model.weights import LayerWeights, Linear, Matrix, Weights
+
+PAGES = ("fp32", "fp16", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Bound:
 
     def plan(self, batch: "Batch", pages: "Pages") -> Plan:
         """Resolve positions, slots, tiles and pages of a step. Sequences without new tokens take no part in it."""
+        if pages.kv_format not in PAGES:
+            raise ParameterError("no such pages in the Triton kernels", found=pages.kv_format, needed=", ".join(PAGES))
         step = make_step(batch, pages.block_size, self._tile_rows, self._device)
         self._rotation = rotation = self._rotation.reaching(step.longest)
         return Plan(step, rotation.cos[step.positions], rotation.sin[step.positions], pages)

@@ -12,7 +12,8 @@ from nanokit.engine.engine import Engine, EngineConfig, Prompt
 from nanokit.engine.limits import prompt_ids
 from nanokit.engine.settings import checked_call
 from nanokit.errors import ParameterError, RequestError
-from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
+from nanokit.kv.calibrate import kv_peaks
+from nanokit.kv.pages import BLOCK_SIZE, CPU_FORMATS, DTYPES, PagedKV, PoolBytes
 from nanokit.model import memory
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig, override_rope
@@ -39,30 +40,48 @@ class LoadedEngine(Engine):
         Raises RequestError for a prompt that is longer than the KV pool, and while requests wait or run.
         """
         size = self.config.block_size
-        if prompt is None:
-            text = (data_dir() / CALIBRATION_TEXT).read_text(encoding="utf-8")
-            prompt = self.tokenizer.encode(text)[: min(CALIBRATION_TOKENS, self.pool.num_blocks * size)]
-        ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+        ids = self._calibration_ids(prompt)
         with self._lock:
-            if self._requests:
-                raise RequestError(
-                    "static activations cannot be calibrated now",
-                    found=f"{len(self._requests)} requests that wait or run",
-                    needed="none: their pages were computed under the peaks that stand",
-                )
+            self._forget_pages("static activations")
             if len(ids) > self.pool.num_blocks * size:
                 raise RequestError(
                     "the calibration text does not fit into the KV pool",
                     found=f"{len(ids)} tokens",
                     needed=f"at most {self.pool.num_blocks * size}",
                 )
-            if self.scheduler.prefix is not None:
-                self.scheduler.prefix.clear()
             blocks = [self.pool.allocate() for _ in range(-(-len(ids) // size))]
             try:
                 self.model.calibrate(self.model.peaks_of(Batch(ids, [len(ids)], [len(ids)], [blocks]), self.kv))
             finally:
                 self.pool.release(blocks)
+
+    def calibrate_kv(self, prompt: Prompt | None = None) -> None:
+        """Take the scales of int8-static pages from a prompt; None is the beginning of the kit's own text, which `load`
+        takes. Forgets cached prompts.
+
+        Raises RequestError while requests wait or run, ParameterError for pages of another format.
+        """
+        ids = self._calibration_ids(prompt)
+        with self._lock:
+            self._forget_pages("int8-static pages")
+            self.kv.calibrate(kv_peaks(self.model, ids))
+
+    def _calibration_ids(self, prompt: Prompt | None) -> list[int]:
+        if prompt is None:
+            text = (data_dir() / CALIBRATION_TEXT).read_text(encoding="utf-8")
+            room = self.pool.num_blocks * self.config.block_size
+            prompt = self.tokenizer.encode(text)[: min(CALIBRATION_TOKENS, room)]
+        return prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+
+    def _forget_pages(self, what: str) -> None:
+        if self._requests:
+            raise RequestError(
+                f"{what} cannot be calibrated now",
+                found=f"{len(self._requests)} requests that wait or run",
+                needed="none: their pages were computed under the peaks that stand",
+            )
+        if self.scheduler.prefix is not None:
+            self.scheduler.prefix.clear()
 
     def __repr__(self) -> str:
         sizes = self.config
@@ -96,14 +115,16 @@ def load(
     longest prompt + answer in tokens (the model's own, at most 8,192, if None). kv_memory: bytes or "2GiB" for KV pages
     (if None, room for max_seqs sequences of ctx tokens up to 1 GiB, and for at least one). max_seqs: sequences that run
     at once. token_budget: tokens computed a step. prefix_cache: reuse pages of equal prompt beginnings. kv_format:
-    "fp32", "fp16", "int8" or, but for the C kernels, "int4" pages; None is fp16, and fp32 where activations are fp32.
+    "fp32", "fp16", "int8", "int8-static", "int4" or "kivi4" pages (nanokit/kv/pages.py says what each keeps; a GPU has
+    no "int8-static" and "kivi4"); None is fp16, and fp32 where activations are fp32. "int8-static" is calibrated on a
+    text of the kit's own.
     activations: how the inputs of products are kept, one of kernels.activations.MODES; None is a8g32 in the C and
     Triton kernels, and fp32, which computes as transformers does, where C cannot run the model. "static" is calibrated
     on a text of the kit's own. policy: quantize the weights on their way in, as "int4-sym-g64" (nanokit/quant/policy.py
-    has the grammar); None runs them as they are stored. device: "cpu"; "cuda", a GPU; or "interpreter", the GPU's kernels run by Triton's
-    interpreter, to be read and tested and far too slow for a real model. rope_freq_base, rope_freq_scale: override the
-    model's own values (or supply a base that a file lacks), with `force` only; `force` also allows a ctx beyond what
-    the model was trained for. mapped: leave the layers' weights in their file and widen them again in every step; None
+    has the grammar); None runs them as they are stored. device: "cpu"; "cuda", a GPU; or "interpreter", the GPU's
+    kernels run by Triton's interpreter, to be read and tested and far too slow for a real model. rope_freq_base,
+    rope_freq_scale: override the model's own values (or supply a base that a file lacks), with `force` only; `force`
+    also allows a ctx beyond what the model was trained for. mapped: leave the layers' weights in their file and widen them again in every step; None
     does so, with a warning, only when they do not fit into memory.
 
     Raises ModelFileError, TokenizerError, MemoryBudgetError, ParameterError, FetchError, NoGpuError.
@@ -123,15 +144,14 @@ def load(
     max_context = _context(ctx, config, force)
     opened = OpenedModel(model_source, config, activations, resident=not mapped, device=device)
     kv_format = kv_format or ("fp32" if opened.activations == "fp32" else "fp16")
-    if kv_format == "int4" and opened.compiled:
+    if opened.on_gpu and kv_format in CPU_FORMATS:
         raise ParameterError(
-            "the C kernels have no int4 pages",
-            found=f"kv_format='int4' with {opened.activations} activations",
-            needed="fp32, fp16 or int8 pages",
-            do='use int8, or activations="fp32", whose kernels take every format',
-        )
-    per_block = PagedKV.bytes_per_block(config, kv_format)
-    num_blocks = _blocks(kv_memory, max_context, max_seqs, per_block)
+            f"the Triton kernels have no {kv_format} pages", found=f"kv_format={kv_format!r} with device={device!r}",
+            needed=", ".join(each for each in DTYPES if each not in CPU_FORMATS), do='use int8, or device="cpu"',
+        )  # fmt: skip
+    sizes = PagedKV.pool_bytes(config, kv_format, max_seqs, token_budget)
+    num_blocks = _blocks(kv_memory, max_context, max_seqs, sizes)
+    kv_bytes = sizes.of(num_blocks)
     engine_config = EngineConfig(
         max_context=max_context,
         num_blocks=num_blocks,
@@ -141,14 +161,17 @@ def load(
         prefix_cache=prefix_cache,
     )
     if mapped is None and not opened.on_gpu:
-        opened = _placed(opened, activations, num_blocks * per_block)
+        opened = _placed(opened, activations, kv_bytes)
     memory.check_budget(
-        opened.weight_bytes, num_blocks * per_block, opened.source.name, _kv_advice(max_context, per_block),
+        opened.weight_bytes, kv_bytes, opened.source.name, _kv_advice(max_context, sizes.per_block),
         free=memory.free_gpu_memory(opened.device) if opened.device.type == "cuda" else None,
     )  # fmt: skip
     model = _read(opened)
     pages = PagedKV(config, num_blocks, kv_format, model.device)
     engine = LoadedEngine(model, model_source.tokenizer, engine_config, kv=pages)
+    engine.pool.released = pages.release
+    if kv_format == "int8-static":
+        engine.calibrate_kv()
     if model.activations == "static":
         engine.calibrate()
     return engine
@@ -190,17 +213,17 @@ def _context(ctx: int | None, config: ModelConfig, force: bool) -> int:
     return ctx
 
 
-def _blocks(kv_memory: int | str | None, max_context: int, max_seqs: int, per_block: int) -> int:
+def _blocks(kv_memory: int | str | None, max_context: int, max_seqs: int, sizes: PoolBytes) -> int:
     for_one = -(-max_context // BLOCK_SIZE)
     if kv_memory is None:
-        return max(for_one, min(for_one * max(max_seqs, 1), DEFAULT_KV_MEMORY // per_block))
-    blocks = memory.parse_bytes(kv_memory) // per_block
+        return max(for_one, min(for_one * max(max_seqs, 1), sizes.blocks_in(DEFAULT_KV_MEMORY)))
+    blocks = sizes.blocks_in(memory.parse_bytes(kv_memory))
     if blocks < 1:
         raise ParameterError(
             "kv_memory is too small for one block",
             found=f"{memory.parse_bytes(kv_memory)} bytes",
-            needed=f"at least {per_block} ({BLOCK_SIZE} tokens of all layers); "
-            f"{memory.human(for_one * per_block)} for one sequence of {max_context} tokens",
+            needed=f"at least {sizes.of(1)} ({BLOCK_SIZE} tokens of all layers); "
+            f"{memory.human(sizes.of(for_one))} for one sequence of {max_context} tokens",
         )
     return blocks
 

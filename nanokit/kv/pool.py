@@ -15,7 +15,7 @@ cached and uncached blocks in one LRU order (a cached block would be given up wh
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 
@@ -41,6 +41,7 @@ class BlockPool:
             raise ValueError(f"a pool of {num_blocks} blocks")
         self.num_blocks = num_blocks
         self.evictor: Evictor | None = None
+        self.released: Callable[[list[int]], None] | None = None  # told of blocks that nobody holds any more
         self._references = [0] * num_blocks
         self._cached = [False] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is the warmest
@@ -85,6 +86,7 @@ class BlockPool:
     def release(self, blocks: Iterable[int]) -> None:
         """One reference less, from the last block to the first, so that a chain's tail is evicted before its
         head."""
+        left = []
         for block in reversed(list(blocks)):
             if self._references[block] == 0:
                 raise ValueError(f"block {block} is released more often than it was held")
@@ -94,6 +96,9 @@ class BlockPool:
                     self._evictable[block] = None
                 else:
                     self._free.append(block)
+                left.append(block)
+        if left and self.released is not None:
+            self.released(left)
 
     def cache(self, block: int) -> None:
         """The evictor now knows this held block's content: its last release makes it evictable, not free."""

@@ -130,6 +130,8 @@ class Watcher:
             self._written.update(zip(slots[length - query :], batch.token_ids[start : start + query], strict=True))
             history = [self._written[slot] for slot in slots]
             pages = PagedKV(self.config, len(table), self._kv_format)
+            if kv.kv_peaks is not None:
+                pages.calibrate(kv.kv_peaks)
             full = self._model.forward(Batch(history, [length], [length], [list(range(len(table)))]), pages)
             got, expected = hidden[start : start + query], full[length - query :]
             assert torch.equal(got, expected)
@@ -160,8 +162,9 @@ def alone(path: Path, asked: list[list[int]], sampling: Sampling, **options: Any
     return [engine.generate([ids], sampling)[0].token_ids for ids in asked]
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("mode", ["a16", "a8g32"])
+@pytest.mark.parametrize(
+    ("mode", "kv_format"), [*(("a8g32", each) for each in KV_FORMATS), ("a16", "fp16"), ("a16", "kivi4")]
+)
 def test_chunks_batches_and_prefix_hits_change_no_bit(file: Path, mode: str, kv_format: str) -> None:
     """Greedy and drawn text alike: the draw sees the same logits and the same noise."""
     options = {"activations": mode, "kv_format": kv_format}

@@ -23,6 +23,7 @@ from whole_models import (
     logits_of,
     opened_file,
     opener,
+    pages_for,
     plan_all,
     step,
     tokens,
@@ -84,7 +85,8 @@ def test_pages_of_every_format_are_the_references(bind: Bind, opened: Open, kv_f
     texts = tokens(3, 150)
     wanted = logits_of(reference.bind(config, weights, activations="a16"), config, texts, kv_format)
     got = logits_of(bind("qwen3-mixed", "a16"), config, texts, kv_format)
-    assert (got - wanted).abs().mean() < {"fp32": 1e-4, "fp16": 2e-4, "int8": 2e-3}[kv_format] * wanted.std()
+    bounds = {"fp32": 1e-4, "fp16": 2e-4, "int8": 2e-3, "int8-static": 2e-3, "int4": 5e-3, "kivi4": 5e-3}
+    assert (got - wanted).abs().mean() < bounds[kv_format] * wanted.std()
 
 
 def test_peaks_are_the_references(bind: Bind, opened: Open) -> None:
@@ -135,7 +137,7 @@ def test_a_row_is_the_same_bits_however_the_work_is_cut(
     blocks = draw.sample(range(20), sum(count))
     texts = [Text(tokens(1, length, seed=length)[0], [blocks.pop() for _ in range(n)])
              for length, n in zip(wanted, count, strict=True)]  # fmt: skip
-    pages = PagedKV(config, 20, kv_format)
+    pages = pages_for(config, 20, kv_format)
     pieces: list[list[Tensor]] = [[] for _ in texts]
     cuts = []
     for length in wanted:
@@ -150,7 +152,7 @@ def test_a_row_is_the_same_bits_however_the_work_is_cut(
     whole = bind(name, mode)
     for text, got in zip(texts, pieces, strict=True):
         alone = Text(text.ids, list(range(len(text.table))))
-        [expected] = step(whole, PagedKV(config, len(text.table), kv_format), [(alone, 0, len(text.ids))])
+        [expected] = step(whole, pages_for(config, len(text.table), kv_format), [(alone, 0, len(text.ids))])
         assert torch.equal(torch.cat(got), expected)
         logits = whole.logits(expected)
         for piece, rows in zip(got, logits.split([len(piece) for piece in got]), strict=True):

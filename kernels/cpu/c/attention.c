@@ -33,6 +33,7 @@ typedef struct {
 typedef struct {
   atomic_flag busy;
   float *keys, *values;       /* of a chunk in fp32 */
+  float *params;              /* scales and minimums of a sealed one */
   Partial chunk, span, total; /* [TILE], [pairs], [pairs] */
   const float **query;        /* [pairs] */
   int *seen;                  /* [pairs] */
@@ -45,12 +46,12 @@ typedef struct {
 
 typedef struct {
   Tile *tile;
-  int64_t *tile_of_row;
+  int64_t *tile_of_row, *write; /* write i: the rows write[i] ... write[i + 1] - 1 */
   Task *task;
   Scratch *scratch;
   Partial partial;
   long tiles, tasks, threads;
-  Room tile_room, row_room, task_room, scratch_room, float_room, query_room, seen_room, sum_room, max_room;
+  Room tile_room, row_room, write_room, task_room, scratch_room, float_room, query_room, seen_room, sum_room, max_room;
 } Plan;
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -75,21 +76,47 @@ static void *reserve(Room *room, int64_t count, int64_t size) {
   return room->memory;
 }
 
+/* Rows of a tile that begins at `row`. Pages are sealed or not for all its rows alike: those of KV_KIVI4 are of one. */
+static int64_t rows_from(const Model *m, const Step *s, int64_t row, int64_t end) {
+  const int64_t here = s->kv_format == KV_KIVI4 ? BLOCK - s->positions[row] % BLOCK : INT64_MAX;
+  return smaller(smaller(rows_a_tile(m), here), end - row);
+}
+
 static int plan_tiles(Plan *p, const Model *m, const Step *s) {
-  const int64_t most = rows_a_tile(m);
   int64_t count = 0;
-  for (int64_t i = 0; i < s->sequences; i++) count += up(s->first_row[i + 1] - s->first_row[i], most);
+  for (int64_t i = 0; i < s->sequences; i++)
+    for (int64_t row = s->first_row[i]; row < s->first_row[i + 1]; row += rows_from(m, s, row, s->first_row[i + 1]))
+      count++;
   p->tile = reserve(&p->tile_room, count, sizeof(Tile));
   p->tile_of_row = reserve(&p->row_room, s->rows, sizeof(int64_t));
   if (!p->tile || !p->tile_of_row) return -1;
   p->tiles = 0;
   for (int64_t i = 0; i < s->sequences; i++)
-    for (int64_t row = s->first_row[i]; row < s->first_row[i + 1]; row += most) {
-      const int64_t rows = smaller(most, s->first_row[i + 1] - row), chunks = up(visible(s, row + rows - 1), BLOCK);
+    for (int64_t row = s->first_row[i], rows; row < s->first_row[i + 1]; row += rows) {
+      rows = rows_from(m, s, row, s->first_row[i + 1]);
+      const int64_t chunks = up(visible(s, row + rows - 1), BLOCK);
       for (int64_t r = row; r < row + rows; r++) p->tile_of_row[r] = p->tiles;
       p->tile[p->tiles++] = (Tile){.sequence = i, .first_row = row, .rows = rows, .chunks = chunks, .step = chunks};
     }
   return 0;
+}
+
+/* Tokens of a sequence that share bytes of an int4 page are written by one thread: those of a group of 16. */
+static int plan_writes(Plan *p, Attention *a) {
+  const Step *s = a->step;
+  p->write = reserve(&p->write_room, s->rows + 1, sizeof(int64_t));
+  if (!p->write) return -1;
+  a->writes = 0;
+  for (int64_t i = 0; i < s->sequences; i++)
+    for (int64_t row = s->first_row[i]; row < s->first_row[i + 1]; row++)
+      if (s->kv_format != KV_INT4 || row == s->first_row[i] || s->positions[row] % LANES == 0) p->write[a->writes++] = row;
+  p->write[a->writes] = s->rows;
+  return 0;
+}
+
+void attention_write(const Attention *a, long layer, long first_write, long end_write) {
+  const Plan *p = a->private_plan;
+  attention_write_rows(a, layer, p->write[first_write], p->write[end_write]);
 }
 
 INLINE int64_t cost_of(const Tile *t, const Model *m) { return t->chunks * (LOAD_COST + pairs_of(t, m)); }
@@ -135,7 +162,8 @@ static int list_tasks(Plan *p, const Model *m) {
 static int plan_scratch(Plan *p, const Model *m) {
   const int64_t pairs = rows_a_tile(m) * group_of(m), chunk = BLOCK * m->head_dim;
   const int64_t maxima = up(TILE + 2 * pairs, LANES) * LANES;
-  const int64_t floats = 2 * chunk + (TILE + 2 * pairs) * partial_floats(m->head_dim) + maxima;
+  const int64_t params = chunk_params(m->head_dim);
+  const int64_t floats = 2 * chunk + params + (TILE + 2 * pairs) * partial_floats(m->head_dim) + maxima;
   float *at = reserve(&p->float_room, p->threads, floats * (int64_t)sizeof(float));
   const float **query = reserve(&p->query_room, p->threads, pairs * (int64_t)sizeof(float *));
   int *seen = reserve(&p->seen_room, p->threads, pairs * (int64_t)sizeof(int));
@@ -145,28 +173,13 @@ static int plan_scratch(Plan *p, const Model *m) {
     Scratch *s = &p->scratch[i];
     atomic_flag_clear(&s->busy);
     s->query = query + i * pairs, s->seen = seen + i * pairs;
-    s->keys = at, s->values = at + chunk;
-    float *sums = at + 2 * chunk, *max = at + floats - maxima;
+    s->keys = at, s->values = at + chunk, s->params = at + 2 * chunk;
+    float *sums = s->params + params, *max = at + floats - maxima;
     s->chunk = (Partial){sums, max};
     s->span = partial_from(s->chunk, TILE, m->head_dim);
     s->total = partial_from(s->span, pairs, m->head_dim);
   }
   return 0;
-}
-
-void attention_fetch(const Attention *a, long layer, long task) {
-  const Plan *p = a->private_plan;
-  const Step *s = a->step;
-  const Model *m = a->model;
-  if (task >= p->tasks) return;
-  const Task *t = &p->task[task];
-  const int64_t block = s->blocks[s->first_block[t->tile->sequence] + t->first_chunk];
-  const int64_t bytes = BLOCK * m->head_dim * (s->kv_format == KV_FP32 ? 4 : s->kv_format == KV_FP16 ? 2 : 1);
-  const int64_t from = (block * m->kv_heads + t->kv_head) * bytes;
-  for (int64_t i = 0; i < bytes; i += 64) {
-    __builtin_prefetch((const char *)s->keys[layer] + from + i, 0, 2);
-    __builtin_prefetch((const char *)s->values[layer] + from + i, 0, 2);
-  }
 }
 
 int attention_plan(Attention *a, const Model *model, const Step *step, int threads) {
@@ -175,7 +188,7 @@ int attention_plan(Attention *a, const Model *model, const Step *step, int threa
   Plan *p = a->private_plan;
   if (!p) return -1;
   p->threads = larger(threads, 1);
-  if (plan_tiles(p, model, step) || cut_tiles(p, model) || list_tasks(p, model) || plan_scratch(p, model)) return -1;
+  if (plan_writes(p, a) || plan_tiles(p, model, step) || cut_tiles(p, model) || list_tasks(p, model) || plan_scratch(p, model)) return -1;
   a->tasks = p->tasks;
   return 0;
 }
@@ -183,8 +196,8 @@ int attention_plan(Attention *a, const Model *model, const Step *step, int threa
 void attention_free(Attention *a) {
   Plan *p = a->private_plan;
   if (!p) return;
-  Room *rooms[] = {&p->tile_room,  &p->row_room,  &p->task_room, &p->scratch_room, &p->float_room,
-                   &p->query_room, &p->seen_room, &p->sum_room,  &p->max_room};
+  Room *rooms[] = {&p->tile_room,  &p->row_room,   &p->write_room, &p->task_room, &p->scratch_room,
+                   &p->float_room, &p->query_room, &p->seen_room,  &p->sum_room,  &p->max_room};
   for (size_t i = 0; i < sizeof(rooms) / sizeof(rooms[0]); i++) free(rooms[i]->memory);
   free(p);
   a->private_plan = NULL;
@@ -195,17 +208,34 @@ void attention_free(Attention *a) {
 static Chunk chunk_of(const Attention *a, long layer, const Tile *t, int64_t kv_head, int64_t c) {
   const Model *m = a->model;
   const Step *s = a->step;
-  const int64_t block = s->blocks[s->first_block[t->sequence] + c], head = block * m->kv_heads + kv_head;
-  const int64_t at = head * BLOCK * m->head_dim * (s->kv_format == KV_FP32 ? 4 : s->kv_format == KV_FP16 ? 2 : 1);
-  Chunk found = {.format = s->kv_format,
+  const int64_t dim = m->head_dim, block = s->blocks[s->first_block[t->sequence] + c];
+  const int64_t head = block * m->kv_heads + kv_head;
+  if (s->kv_format == KV_KIVI4 && c + 1 < t->chunks) { /* the last is the rows' own */
+    const uint8_t *record = (const uint8_t *)s->sealed[layer] + head * kivi_record(dim);
+    return (Chunk){.format = KV_KIVI4, .keys = record, .values = record + BLOCK * dim / 2,
+                   .params = (const uint16_t *)(const void *)(record + BLOCK * dim)};
+  }
+  const int64_t at = block * s->block_bytes + kv_head * kv_bytes(s->kv_format, BLOCK * dim);
+  Chunk found = {.format = s->kv_format == KV_KIVI4 ? KV_FP16 : s->kv_format,
                  .keys = (const char *)s->keys[layer] + at,
                  .values = (const char *)s->values[layer] + at};
-  found.next_keys = found.keys, found.next_values = found.values;
-  if (s->kv_format == KV_INT8) {
+  if (s->kv_format == KV_INT8 || s->kv_format == KV_INT4) {
     found.key_scales = s->key_scales[layer] + head * BLOCK;
     found.value_scales = s->value_scales[layer] + head * BLOCK;
   }
   return found;
+}
+
+void attention_fetch(const Attention *a, long layer, long task) {
+  const Plan *p = a->private_plan;
+  if (task >= p->tasks) return;
+  const Task *t = &p->task[task];
+  const Chunk chunk = chunk_of(a, layer, t->tile, t->kv_head, t->first_chunk);
+  const int64_t bytes = chunk_bytes(chunk.format, BLOCK * a->model->head_dim);
+  for (int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch((const char *)chunk.keys + i, 0, 2);
+    __builtin_prefetch((const char *)chunk.values + i, 0, 2);
+  }
 }
 
 /* The pairs from `first` on meet a chunk; `into` has what they met so far, or nothing if this `begins` it. */
@@ -247,7 +277,8 @@ static void run_chunk(const Attention *a, const Tile *t, Chunk chunk, const Chun
                       const Scratch *own) {
   const Plan *p = a->private_plan;
   const int64_t dim = a->model->head_dim, pairs = pairs_of(t, a->model), first = place(a, t, kv_head, c, own);
-  if (pairs - first > TILE && chunk.format != KV_FP32) {
+  if (chunk.format == KV_KIVI4) chunk_scale(&chunk, dim, own->params);
+  if ((pairs - first > TILE && chunk.format != KV_FP32) || !chunk_whole(chunk.format, dim)) {
     chunk_widen(&chunk, dim, own->seen[pairs - 1], own->keys, own->values);
     chunk.format = KV_FP32;
     chunk.keys = chunk.next_keys = own->keys, chunk.values = chunk.next_values = own->values;

@@ -2,13 +2,16 @@
 #include "nk.h"
 
 static void work_write(void *context, long first, long end) { attention_write(context, 0, first, end); }
+static void work_seal(void *context, long first, long end) { attention_seal(context, 0, first, end); }
 static void work_task(void *context, long first, long end) { attention_task(context, 0, first, end); }
 static void work_merge(void *context, long first, long end) { attention_merge(context, 0, first, end); }
 
 static void attend(Team *team, void *argument) {
   Attention *a = argument;
   Cursor cursor = {0};
-  team_phase(team, &cursor, a->step->rows, 1, work_write, 0, NULL, NULL, a);
+  team_phase(team, &cursor, a->writes, 1, work_write, 0, NULL, NULL, a);
+  if (a->step->fulls)
+    team_phase(team, &cursor, a->step->fulls * a->model->kv_heads, 1, work_seal, 0, NULL, NULL, a);
   team_phase(team, &cursor, a->tasks, 1, work_task, a->step->rows, work_merge, NULL, a);
 }
 

@@ -20,23 +20,47 @@ INLINE vf load(const void *from, long i, int format) {
                              : vf_load_int8((const int8_t *)from + i);
 }
 
-INLINE long number_bytes(int format) { return format == KV_FP32 ? 4 : format == KV_FP16 ? 2 : 1; }
+INLINE vf signed_codes(vi stored) { return vf_from_int(vi_sub(stored, vi_set(8))); }
+
+/* 16 tokens of group g, dimension i */
+INLINE vf key_at(int format, const Chunk *c, long dim, long g, long i) {
+  const long at = (g * dim + i) * LANES;
+  if (format == KV_INT4) return signed_codes(vi_load_pairs((const uint8_t *)c->keys + at / 2));
+  if (format == KV_KIVI4) {
+    const float *p = c->key_params + g / 2 * 2 * dim + i;
+    return vf_fma(vf_from_int(vi_load_pairs((const uint8_t *)c->keys + at / 2)), vf_set(p[0]), vf_set(p[dim]));
+  }
+  return load(c->keys, at, format);
+}
+
+/* 16 dimensions from i on of token t */
+INLINE vf value_at(int format, const Chunk *c, long dim, long t, long i) {
+  const long half = dim / 2, upper = i >= half;
+  const uint8_t *nibbles = (const uint8_t *)c->values + t * half + i - upper * half;
+  if (format == KV_INT4) return signed_codes(vi_load_halves(nibbles, (int)upper * 4));
+  if (format == KV_KIVI4) {
+    const float *p = c->value_params + i / kivi_value_group(dim) * 2 * BLOCK + t;
+    return vf_fma(vf_from_int(vi_load_halves(nibbles, (int)upper * 4)), vf_set(p[0]), vf_set(p[BLOCK]));
+  }
+  return load(c->values, t * dim + i, format);
+}
 
 /* Fetches as many bytes of what comes next as one iteration reads of what is here: into the second cache, which takes
  * more misses at a time than the first. The processor's own prefetching starts anew with each short run of a page. */
 INLINE void fetch(const char *next, long iteration, long bytes) {
+  if (bytes < 64 && iteration % (64 / bytes)) return;
   for (long b = 0; b < bytes; b += 64) __builtin_prefetch(next + iteration * bytes + b, 0, 2);
 }
 
 /* dots[j][t] = q[j] . k_t for the tokens of `wide` groups of 16 from `group` on */
 INLINE void dot_groups(int format, int n, int wide, const Chunk *c, long dim, long group, const float *const *q,
                        float *dots) {
-  const long bytes = wide * LANES * number_bytes(format);
+  const long bytes = chunk_bytes(format, wide * LANES);
   vf sum[TILE][MOST_WIDE];
   UNROLL for (int j = 0; j < n; j++) UNROLL for (int g = 0; g < wide; g++) sum[j][g] = vf_zero();
   for (long i = 0; i < dim; i++) {
     vf k[MOST_WIDE];
-    UNROLL for (int g = 0; g < wide; g++) k[g] = load(c->keys, ((group + g) * dim + i) * LANES, format);
+    UNROLL for (int g = 0; g < wide; g++) k[g] = key_at(format, c, dim, group + g, i);
     fetch(c->next_keys, group / wide * dim + i, bytes);
     UNROLL for (int j = 0; j < n; j++) {
       vf x = vf_set(q[j][i]);
@@ -50,13 +74,13 @@ INLINE void dot_groups(int format, int n, int wide, const Chunk *c, long dim, lo
 /* sums[j][...] += p[j][t] v_t for the tokens first ... end - 1, along `wide` vectors of dimensions from `at` on */
 INLINE void weigh_dims(int format, int n, int wide, const Chunk *c, long dim, long at, long first, long end,
                        const float *p, float *sums) {
-  const long bytes = wide * LANES * number_bytes(format), stride = partial_floats(dim);
+  const long bytes = chunk_bytes(format, wide * LANES), stride = partial_floats(dim);
   vf sum[TILE][MOST_WIDE];
   UNROLL for (int j = 0; j < n; j++) UNROLL for (int g = 0; g < wide; g++)
     sum[j][g] = first == 0 ? vf_zero() : vf_load(sums + j * stride + at + g * LANES);
   for (long t = first; t < end; t++) {
     vf v[MOST_WIDE];
-    UNROLL for (int g = 0; g < wide; g++) v[g] = load(c->values, t * dim + at + g * LANES, format);
+    UNROLL for (int g = 0; g < wide; g++) v[g] = value_at(format, c, dim, t, at + g * LANES);
     fetch(c->next_values, at / (wide * LANES) * BLOCK + t, bytes);
     UNROLL for (int j = 0; j < n; j++) {
       vf x = vf_set(p[j * BLOCK + t]);
@@ -88,8 +112,12 @@ typedef void (*Weigh)(const Chunk *c, long dim, long first, long end, const floa
 MAKE_FORMAT(KV_FP32)
 MAKE_FORMAT(KV_FP16)
 MAKE_FORMAT(KV_INT8)
-static const Dot dot[3][TILE] = {NAMES(dot_, KV_FP32), NAMES(dot_, KV_FP16), NAMES(dot_, KV_INT8)};
-static const Weigh weigh[3][TILE] = {NAMES(weigh_, KV_FP32), NAMES(weigh_, KV_FP16), NAMES(weigh_, KV_INT8)};
+MAKE_FORMAT(KV_INT4)
+MAKE_FORMAT(KV_KIVI4)
+#define FORMATS(what)                                                                                                 \
+  {NAMES(what, KV_FP32), NAMES(what, KV_FP16), NAMES(what, KV_INT8), NAMES(what, KV_INT4), NAMES(what, KV_KIVI4)}
+static const Dot dot[][TILE] = FORMATS(dot_);
+static const Weigh weigh[][TILE] = FORMATS(weigh_);
 
 /* dots -> p in place, of one pair; what it does not see is masked before it can matter, be it NaN. */
 INLINE void soften(const Chunk *c, float scale, int seen, float *p, float *lanes, float *max) {
@@ -124,13 +152,35 @@ void chunk_attend(const Chunk *c, long dim, long n, const float *const *q, const
       weigh[c->format][0](c, dim, seen[0], seen[j], p + j * BLOCK, out.sums + j * stride);
 }
 
+INLINE void widen(int format, const Chunk *c, long dim, int tokens, float *keys, float *values) {
+  for (long g = 0; g * LANES < tokens; g++)
+    for (long i = 0; i < dim; i++) vf_store(keys + (g * dim + i) * LANES, key_at(format, c, dim, g, i));
+  for (long t = 0; t < tokens && chunk_whole(format, dim); t++)
+    for (long i = 0; i < dim; i += LANES) vf_store(values + t * dim + i, value_at(format, c, dim, t, i));
+}
+
+/* Values of heads whose halves are no whole vectors. */
+static void widen_halves(const Chunk *c, long dim, int tokens, float *values) {
+  const long half = dim / 2;
+  for (long t = 0; t < tokens; t++)
+    for (long i = 0; i < dim; i++) {
+      const float code = (float)(((const uint8_t *)c->values)[t * half + i % half] >> i / half * 4 & 15);
+      const float *p = c->value_params + t; /* of all dimensions */
+      values[t * dim + i] = c->format == KV_INT4 ? code - 8.0f : code * p[0] + p[BLOCK];
+    }
+}
+
+void chunk_scale(Chunk *c, long dim, float *params) {
+  for (long i = 0; i < chunk_params(dim); i += LANES) vf_store(params + i, vf_load_half(c->params + i));
+  c->key_params = params, c->value_params = params + KIVI_KEY_PARAMS * dim;
+}
+
 void chunk_widen(const Chunk *c, long dim, int tokens, float *keys, float *values) {
-  const long whole = (tokens + LANES - 1) / LANES * dim * LANES, n = tokens * dim;
-  const int format = (int)c->format;
-  for (long i = 0; i < whole; i += LANES)
-    vf_store(keys + i, format == KV_FP16 ? load(c->keys, i, KV_FP16) : load(c->keys, i, KV_INT8));
-  for (long i = 0; i < n; i += LANES)
-    vf_store(values + i, format == KV_FP16 ? load(c->values, i, KV_FP16) : load(c->values, i, KV_INT8));
+  if (c->format == KV_FP16) widen(KV_FP16, c, dim, tokens, keys, values);
+  if (c->format == KV_INT8) widen(KV_INT8, c, dim, tokens, keys, values);
+  if (c->format == KV_INT4) widen(KV_INT4, c, dim, tokens, keys, values);
+  if (c->format == KV_KIVI4) widen(KV_KIVI4, c, dim, tokens, keys, values);
+  if (!chunk_whole(c->format, dim)) widen_halves(c, dim, tokens, values);
 }
 
 void partial_join(long dim, long n, Partial into, Partial from) {

@@ -20,8 +20,10 @@
 
 typedef struct {
   long format; /* KV_... of the numbers below */
-  const void *keys, *values;              /* [4][head_dim][16], [64][head_dim] */
+  const void *keys, *values;              /* [4][head_dim][16], [64][head_dim]; nibbles as pages.py draws them */
   const float *key_scales, *value_scales; /* [64], or NULL */
+  const uint16_t *params;                 /* KV_KIVI4: as a record has them */
+  const float *key_params, *value_params; /* the same in fp32, before such a chunk is attended to or widened */
   const void *next_keys, *next_values;    /* what will be read next, or any address */
 } Chunk;
 
@@ -35,8 +37,15 @@ INLINE Partial partial_from(Partial p, long pair, long dim) {
   return (Partial){p.sums + pair * partial_floats(dim), p.max + pair};
 }
 
-/* n pairs, at most TILE, of which pair j sees the first seen[j] tokens, 1 ... 64; seen ascends. */
+INLINE long chunk_bytes(long format, long n) { return format == KV_KIVI4 ? n / 2 : kv_bytes(format, n); }
+
+/* n pairs, at most TILE, of which pair j sees the first seen[j] tokens, 1 ... 64; seen ascends. Of nibbles, vectors of
+ * values must not straddle the two halves of a head: chunk_whole says whether they do not. */
+INLINE int chunk_whole(long format, long dim) { return format < KV_INT4 || dim % (2 * LANES) == 0; }
 void chunk_attend(const Chunk *c, long dim, long n, const float *const *q, const int *seen, Partial out);
+INLINE long chunk_params(long dim) { return KIVI_KEY_PARAMS * dim + kivi_value_params(dim); }
+/* KV_KIVI4: the params in fp32 [chunk_params] */
+void chunk_scale(Chunk *c, long dim, float *params);
 /* keys and values of the first `tokens` tokens in fp32 (exact), so that many tiles need not widen them again */
 void chunk_widen(const Chunk *c, long dim, int tokens, float *keys, float *values);
 void partial_join(long dim, long n, Partial into, Partial from);

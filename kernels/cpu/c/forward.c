@@ -85,6 +85,11 @@ static void work_write(void *context, long first, long end) {
   attention_write(&w->shared->workspace->attention, w->layer, first, end);
 }
 
+static void work_seal(void *context, long first, long end) {
+  Walk *w = context;
+  attention_seal(&w->shared->workspace->attention, w->layer, first, end);
+}
+
 static void work_merge(void *context, long first, long end) {
   Walk *w = context;
   const Shared *s = w->shared;
@@ -256,7 +261,9 @@ static void walk(Team *team, void *argument) {
   for (; w.layer < m->layers; w.layer++, w.weights++) {
     const Layer *l = w.weights;
     whole(team, &w, s->normed, m->hidden, PLACE_ATTENTION, &s->act);
-    team_phase(team, &w.cursor, qkv_panels(l), least, work_qkv, rows, work_write, soon_attention, &w);
+    team_phase(team, &w.cursor, qkv_panels(l), least, work_qkv, a->writes, work_write, soon_attention, &w);
+    if (s->step->fulls)
+      team_phase(team, &w.cursor, s->step->fulls * m->kv_heads, 1, work_seal, 0, NULL, soon_attention, &w);
     team_phase(team, &w.cursor, a->tasks, 1, work_attention, rows, work_merge, soon_o, &w);
     whole(team, &w, a->out, m->heads * m->head_dim, PLACE_OUTPUT, &s->act);
     team_phase(team, &w.cursor, panels_of(&l->o), least, work_o, rows, work_ffn_norm, soon_gate_up, &w);

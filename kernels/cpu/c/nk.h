@@ -22,7 +22,7 @@ enum { CODES4 = 0, TABLE4 = 1, CODES8 = 2, PLANES8 = 3 };
 enum { BIAS_0 = 0, BIAS_8 = 1, BIAS_128 = 2 };
 enum { MODE_A16 = 0, MODE_A8G32 = 1, MODE_A8G16 = 2, MODE_TOKEN = 3, MODE_TENSOR = 4, MODE_STATIC = 5 };
 enum { PLACE_ATTENTION = 0, PLACE_OUTPUT = 1, PLACE_FFN = 2, PLACE_DOWN = 3 }; /* inputs of qkv, o, gate/up, down */
-enum { KV_FP32 = 0, KV_FP16 = 1, KV_INT8 = 2 };
+enum { KV_FP32 = 0, KV_FP16 = 1, KV_INT8 = 2, KV_INT4 = 3, KV_KIVI4 = 4 };
 
 typedef struct {
   int64_t rows, cols;      /* outputs, inputs; cols a multiple of 32 */
@@ -64,8 +64,9 @@ typedef struct {
 } Model;
 
 /* One step: `rows` tokens of `sequences` sequences, flattened; nanokit/model/batch.py draws it. The pages of a layer
- * begin at keys[layer] and values[layer] (nanokit/kv/pages.py draws them); block b of them starts at
- * b * kv_heads * 64 * head_dim elements. KV_INT8 pages have a fp32 scale for each [block][kv head][token]. */
+ * begin at keys[layer] and values[layer] (nanokit/kv/pages.py draws them), its blocks block_bytes after each other.
+ * KV_INT8 and KV_INT4 pages have a fp32 scale for each [block][kv head][token]. KV_KIVI4 pages are fp16 while they are
+ * written, and full ones, but for the row's own, are read as records [block][kv head] of sealed[layer] (kivi.py). */
 typedef struct {
   int64_t rows, sequences;
   const int64_t *tokens, *positions;       /* [rows] */
@@ -74,14 +75,33 @@ typedef struct {
   const float *cos, *sin;                  /* [positions][head_dim / 2] */
   int64_t kv_format;                       /* KV_... */
   void *const *keys, *const *values;       /* [layers] */
-  float *const *key_scales, *const *value_scales; /* [layers], KV_INT8 only */
+  float *const *key_scales, *const *value_scales; /* [layers], of formats with scales */
+  const float *kv_peaks;                   /* [layers][2][kv_heads] what keys, values are scaled by; NULL: their own */
+  int64_t block_bytes;
+  void *const *sealed;                     /* [layers], KV_KIVI4 only */
+  int64_t fulls;
+  const int64_t *full;                     /* [fulls] blocks that this step fills, to be sealed */
 } Step;
+
+/* bytes of n numbers in a page as it is written */
+INLINE int64_t kv_bytes(int64_t format, int64_t n) {
+  return format == KV_FP32 ? 4 * n : format == KV_INT8 ? n : format == KV_INT4 ? n / 2 : 2 * n;
+}
 
 #define BLOCK 64 /* tokens a block, and the fixed chunk over which attention is summed up before it is merged */
 
+/* kivi.c. A record: codes of keys, codes of values; scales and minimums of keys [2][2][dim], of values [groups][2][64] */
+#define KIVI_LEVELS 15
+#define KIVI_KEY_PARAMS 4 /* fp16 numbers a dimension */
+INLINE int64_t kivi_value_group(int64_t dim) { return dim % 32 ? dim : 32; }
+INLINE int64_t kivi_value_params(int64_t dim) { return dim / kivi_value_group(dim) * 2 * BLOCK; }
+INLINE int64_t kivi_record(int64_t dim) { return BLOCK * dim + 2 * (KIVI_KEY_PARAMS * dim + kivi_value_params(dim)); }
+
 /* attention.c. A plan is made once a step, and used in every layer in this order:
- *   attention_write  for all rows: q and k normalized (where the model has q_norm) and rotated, k and v into their
- *                    pages; q [rows][heads * head_dim] is changed in place; k, v [rows][kv_heads * head_dim]
+ *   attention_write  for all writes of the plan, each of a row or of some rows whose tokens share bytes: q and k
+ *                    normalized (where the model has q_norm) and rotated, k and v into their pages;
+ *                    q [rows][heads * head_dim] is changed in place; k, v [rows][kv_heads * head_dim]
+ *   attention_seal   for [fulls][kv_heads] of the step, when all is written: full KV_KIVI4 pages
  *   attention_task   for all tasks of the plan: what can be computed apart
  *   attention_merge  for all rows: out [rows][heads * head_dim]
  */
@@ -90,13 +110,15 @@ struct Attention {
   const Model *model;
   const Step *step;
   float *q, *k, *v, *out;
-  long tasks;
+  long writes, tasks;
   void *private_plan; /* owned; attention.c's */
 };
+void attention_write_rows(const Attention *a, long layer, long first_row, long end_row); /* kv.c */
 /* 0, or -1 when memory is lacking. threads: how finely to cut; never changes a result. */
 int attention_plan(Attention *a, const Model *model, const Step *step, int threads);
 void attention_free(Attention *a);
-void attention_write(const Attention *a, long layer, long first_row, long end_row);
+void attention_write(const Attention *a, long layer, long first_write, long end_write);
+void attention_seal(const Attention *a, long layer, long first, long end); /* kivi.c */
 void attention_fetch(const Attention *a, long layer, long task); /* soon needed: what the task begins with */
 void attention_task(const Attention *a, long layer, long first_task, long end_task);
 void attention_merge(const Attention *a, long layer, long first_row, long end_row);

@@ -95,6 +95,15 @@ INLINE void vf_store_half(uint16_t *p, vf x) {
 INLINE vf vf_load_int8(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
+/* sixteen numbers 0 ... 15: the low halves of 8 bytes, then their high ones; one half (shift: 0 or 4) of 16 bytes */
+INLINE vi vi_load_pairs(const uint8_t *p) {
+  __m128i x = _mm_loadl_epi64((const __m128i *)p);
+  return _mm512_cvtepu8_epi32(_mm_and_si128(_mm_unpacklo_epi64(x, _mm_srli_epi16(x, 4)), _mm_set1_epi8(15)));
+}
+INLINE vi vi_load_halves(const uint8_t *p, int shift) {
+  __m128i x = _mm_srl_epi16(_mm_loadu_si128((const __m128i *)p), _mm_cvtsi32_si128(shift));
+  return _mm512_cvtepu8_epi32(_mm_and_si128(x, _mm_set1_epi8(15)));
+}
 INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }

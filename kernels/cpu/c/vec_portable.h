@@ -117,6 +117,29 @@ INLINE vi vi_load(const void *from) {
   PART memcpy(&x.part[p], (const char *)from + p * 4 * NATIVE, 4 * NATIVE);
   return x;
 }
+#if defined(__AVX2__)
+INLINE vi vi_load_pairs(const uint8_t *from) {
+  const __m128i x = _mm_loadl_epi64((const __m128i *)from), low = _mm_set1_epi8(15);
+  return (vi){{(ni)_mm256_cvtepu8_epi32(_mm_and_si128(x, low)),
+               (ni)_mm256_cvtepu8_epi32(_mm_and_si128(_mm_srli_epi16(x, 4), low))}};
+}
+INLINE vi vi_load_halves(const uint8_t *from, int shift) {
+  __m128i x = _mm_srl_epi16(_mm_loadu_si128((const __m128i *)from), _mm_cvtsi32_si128(shift));
+  x = _mm_and_si128(x, _mm_set1_epi8(15));
+  return (vi){{(ni)_mm256_cvtepu8_epi32(x), (ni)_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))}};
+}
+#else
+INLINE vi vi_load_pairs(const uint8_t *from) {
+  int32_t codes[LANES];
+  for (int i = 0; i < LANES; i++) codes[i] = from[i % 8] >> i / 8 * 4 & 15;
+  return vi_load(codes);
+}
+INLINE vi vi_load_halves(const uint8_t *from, int shift) {
+  int32_t codes[LANES];
+  for (int i = 0; i < LANES; i++) codes[i] = from[i] >> shift & 15;
+  return vi_load(codes);
+}
+#endif
 INLINE void vi_store(void *to, vi x) { PART memcpy((char *)to + p * 4 * NATIVE, &x.part[p], 4 * NATIVE); }
 INLINE vi vi_add(vi a, vi b) { OF_PARTS(vi, A + B); }
 INLINE vi vi_sub(vi a, vi b) { OF_PARTS(vi, A - B); }
