@@ -5,6 +5,8 @@ a kernel backend, which packs the weights once (`bind`), resolves a step once (`
 """
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, Protocol
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError, naming
 from nanokit.kernels import cpu, reference
-from nanokit.kernels.activations import MODES, no_peaks, not_calibrated, note_peak
+from nanokit.kernels.activations import MODES, no_peaks, not_calibrated, note_peak, place_name
 from nanokit.kernels.packable import packed_bytes
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig
@@ -28,6 +30,8 @@ DEVICES = ("cpu", "cuda", "interpreter")
 # loses is small beside what 4-bit weights have lost already, and llama.cpp keeps activations alike. The notebook
 # 01_roofline measures both.
 DEFAULT_ACTIVATIONS = "a8g32"
+
+Observer = Callable[[str, Tensor, Tensor], None]
 
 
 class BoundModel(HeadProduct, Protocol):
@@ -163,6 +167,7 @@ class Transformer:
         self.kernels = self._bound.variant  # "avx512", …, "triton"; "torch" is the reference
         self.head = FullHead(self._bound, self.vocab_size)
         self._others: dict[str, Transformer] = {}  # of this model, in the modes that were asked for
+        self._observers: list[Observer] = []  # one list for the model in all its modes
 
     def in_mode(self, mode: str) -> "Transformer":
         """The same weights in another activation mode; nothing is copied. Raises ParameterError for a mode that the
@@ -186,7 +191,43 @@ class Transformer:
         """Hidden states after the final norm, [rows, hidden_size]; the keys and values of the batch's tokens are in
         the pages afterwards. Raises ValueError for a batch that would read or write where it must not."""
         batch.check(vocab_size=self.vocab_size, num_blocks=pages.num_blocks, block_size=pages.block_size)
-        return self._bound.run(self._bound.plan(batch, pages))
+        plan = self._bound.plan(batch, pages)
+        return self._observed(batch, plan) if self._observers else self._bound.run(plan)
+
+    @contextmanager
+    def observing(self, observe: Observer) -> Iterator[None]:
+        """Show every input of a product, in whatever mode, as long as the context lasts: observe(place, x, positions)
+        with the place's name, x fp32 [rows, columns] before it is quantized, and each row's position in its sequence.
+
+        Only the reference kernels show them, whatever modes they compute (`load(..., activations="fp32")`): raises
+        ParameterError for others, which tell no more than peaks.
+        """
+        if not isinstance(self._bound, reference.Bound):
+            raise ParameterError(
+                "these kernels do not show what their products see",
+                found=self.kernels,
+                needed="the reference kernels",
+                do='load the model with activations="fp32", and give requests the mode that is of interest',
+            )
+        self._observers.append(observe)
+        try:
+            yield
+        finally:
+            self._observers.remove(observe)
+
+    def _observed(self, batch: Batch, plan: Any) -> Tensor:
+        spans = zip(batch.query_lens, batch.kv_lens, strict=True)
+        positions = torch.cat([torch.arange(kv_len - query_len, kv_len) for query_len, kv_len in spans])
+        layers = self.config.num_layers
+
+        def seen(place: int, x: Tensor) -> None:
+            for observe in self._observers:
+                observe(place_name(place, layers), x, positions)
+
+        assert isinstance(self._bound, reference.Bound)
+        hidden = self._bound.run(plan, observe=seen)
+        seen(4 * layers, hidden)
+        return hidden
 
     def peaks_of(self, batch: Batch, pages: Any) -> Tensor:
         """The largest magnitude at each place (kernels/activations.py) in one forward over `batch`, as exactly as the
