@@ -48,12 +48,15 @@ class ModelSource(TensorSource, Protocol):
 class Footprint:
     """Bytes of a model's weights. dense: all of them in fp32. per_token_*: what one decoded token reads, as stored
     and in fp32: everything but the embedding table, of which it reads a row, unless the head is tied to it. mapped:
-    what stays in memory when the layers are left in the file, with room for one of them at a time."""
+    what stays in memory when the layers are left in the file, with room for one of them at a time. stored: all of them
+    as stored. matrix_bits: bits per weight of the layers' matrices as stored, their scales included."""
 
     dense: int
     mapped: int
     per_token_stored: int
     per_token_dense: int
+    stored: int
+    matrix_bits: float
 
 
 def footprint(source: ModelSource) -> Footprint:
@@ -61,11 +64,14 @@ def footprint(source: ModelSource) -> Footprint:
     skipped = "" if source.config.tied_head else GLOBAL_NAMES["embedding"][source.kind] + ".weight"
     dense = {name: 4 * math.prod(tensor.shape) for name, tensor in source.stored.items()}
     layered = {name: size for name, size in dense.items() if name.startswith(("blk.", "model.layers."))}
+    matrices = [name for name in layered if len(source.stored[name].shape) == 2]
     return Footprint(
         dense=sum(dense.values()),
         mapped=sum(dense.values()) - sum(layered.values()) + 2 * max(layered.values(), default=0),
         per_token_stored=sum(tensor.nbytes for name, tensor in source.stored.items() if name != skipped),
         per_token_dense=sum(size for name, size in dense.items() if name != skipped),
+        stored=sum(tensor.nbytes for tensor in source.stored.values()),
+        matrix_bits=32 * sum(source.stored[name].nbytes for name in matrices) / sum(dense[name] for name in matrices),
     )
 
 
