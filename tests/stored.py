@@ -1,9 +1,11 @@
 """Weights as files store them: random blocks of every coded format, since the gguf library quantizes only some."""
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, quants
 
 from nanokit.quant.formats import FORMATS
+from nanokit.quant.ggml import GGML_FORMATS
 from nanokit.quant.qtensor import QTensor
 from nanokit.quant.weight_format import weight_format
 
@@ -17,6 +19,9 @@ INTEGERS = [f"int{bits}-{kind}-{group}" for bits in (4, 8) for kind in ("sym", "
 # The other formats that the kit makes itself, and groups and ranges of integer ones that those above do not have.
 TABLES = ["nvfp4", "mxfp4", "nf4"]
 MADE = [*INTEGERS, "int4-sym-g16", "int4-asym-g192", "int8-asym-tensor-reduced", *TABLES]
+# Every format with every reach of its scales.
+MADE_ANYHOW = sorted({*MADE, *GGML_FORMATS, *(f"int{bits}-{kind}-{reach}" for bits in (4, 8) for kind in ("sym", "asym")
+                     for reach in ("g16", "g32", "g96", "g192", "tensor", "qkv", "global"))})  # fmt: skip
 CODED = [name for name, f in FORMATS.items() if f.has_codes]
 
 
@@ -51,3 +56,16 @@ def random_weights(name: str, rows: int, columns: int, seed: int = 0) -> QTensor
     noise = np.random.default_rng(seed)
     weights = noise.standard_normal((rows, columns)) * 2 ** noise.uniform(-3, 3, (rows, 1)) + 0.2
     return weight_format(name).quantize(weights.astype(np.float32))
+
+
+def hard_weights(dtype: torch.dtype, rows: int = 37, columns: int = 384) -> torch.Tensor:
+    """Rows of many sizes: outliers, zeros, one value alone, tiny and (of fp32 and bf16) nearly subnormal weights."""
+    w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(7))
+    w *= 2.0 ** torch.arange(-12, rows - 12)[:, None].clamp(max=6)
+    w[1] = 0
+    w[2, 5] = 3000
+    w[3] = -0.3
+    w[4] *= 1e-6
+    w[5], w[6] = w[5] * 1e-30, w[6] * 1e-37
+    w[7] = w[7].abs() + 4
+    return w.to(dtype).float()
