@@ -15,8 +15,9 @@ import torch
 from nanokit.errors import ParameterError
 from nanokit.gguf.write import rewrite
 from nanokit.model import saved
+from nanokit.model.calibrate import Progress, windows_in
 from nanokit.model.load import open_model
-from nanokit.model.requantize import Progress, Requantized, requantized
+from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource
 from nanokit.quant.ggml import GGML_FORMATS, to_blocks
 from nanokit.quant.policy import parse_policy
@@ -83,10 +84,8 @@ def quantize(
 
 
 def _texts(source: ModelSource, path: Path) -> list[list[int]]:
-    from nanokit.model.calibrate import windows_of
-
     try:
-        return windows_of(source.tokenizer.encode(path.read_text("utf-8")))
+        return windows_in(source.tokenizer, path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(
             "the calibration text cannot be read", found=str(error), needed="a text file in UTF-8"

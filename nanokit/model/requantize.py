@@ -6,7 +6,7 @@ were rounded with the help of a text (awq, gptq) exist beforehand, a byte a weig
 refused before the first weight is read: a group that does not divide the columns names the matrices and what would fit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError
 from nanokit.kernels.packable import matrices
+from nanokit.model.calibrate import DATA_METHODS, Progress, calibrated, default_calibration
 from nanokit.model.source import ModelSource
 from nanokit.model.weights import Matrix, Stored, Weights, find_weights
 from nanokit.quant.policy import ATTENTION, FEED_FORWARD, FLOAT_HEAD, Choice, Policy, parse_policy
@@ -24,7 +25,6 @@ from nanokit.quant.rounding import check_searchable, search
 from nanokit.quant.storage import nominal_bits
 from nanokit.quant.weight_format import WeightFormat, weight_format
 
-Progress = Callable[[int, int, str], None]  # done, in all, of what
 Span = tuple[float, float]
 
 
@@ -45,15 +45,12 @@ def requantized(
     weights = find_weights(source.config, source)
     if chosen.auto_bits is not None:
         from nanokit.model import allocate
-        from nanokit.model.calibrate import default_calibration
 
         texts = default_calibration(source.tokenizer) if calibration is None else calibration
         chosen = allocate.resolve(source, chosen.auto_bits, texts, progress)
     choices = choices_of(chosen, source, weights)
-    if not chosen.methods & {"awq", "gptq"}:
+    if not chosen.methods & set(DATA_METHODS):
         return Requantized(source, chosen, choices, {}, {})
-    from nanokit.model.calibrate import calibrated, default_calibration
-
     texts = default_calibration(source.tokenizer) if calibration is None else calibration
     found = calibrated(source, weights, choices, texts, progress)
     return Requantized(source, chosen, choices, found.matrices, found.vectors)
