@@ -1,0 +1,246 @@
+"""Weights rounded with a text in view, layer by layer: awq and gptq.
+
+What a product is given matters: an error in a weight that is multiplied by much is seen, another is not. So a text runs
+through the model, and each matrix is rounded for the inputs that it gets there, from layers that are rounded already:
+what the layers before did wrong is part of the input that a layer is rounded for. Second moments of one input at a time
+are held, and one layer in fp32.
+
+    +search   the best scale for each group; looks at no text
+    +awq      columns of inputs that are large are made smaller, their weights larger (quant/awq.py); then a search for
+              scales that counts a column's error by its input
+    +gptq     columns rounded one after another, each correcting for those before (quant/gptq.py); scales as for awq
+
+awq's factors are folded into what makes an input, where everything that reads it is rounded too: the norm before q, k
+and v, or gate and up; the rows of v before o, one factor for all query heads that read a value head; the rows of up
+before down. Before rounding, the model stays the same function. Where a reader is kept as it is stored, or has its
+scale in common with other matrices, there is no fold, and the search alone serves. There is none before the head
+either: an embedding that is the head is read without a norm before it.
+
+Position 0 is a token like others here, although its activations are often hundreds of times larger: the model's
+attention rests on them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanokit.kernels.reference import Layer, Resident, rms_norm, silu_gate
+from nanokit.model.source import ModelSource
+from nanokit.model.tokenizer import Tokenizer
+from nanokit.model.weights import LayerWeights, Matrix, Weights
+from nanokit.model.windows import Windows, attended, read_layer, windows_of
+from nanokit.paths import data_dir
+from nanokit.quant.awq import column_scales
+from nanokit.quant.gptq import gptq
+from nanokit.quant.policy import Choice
+from nanokit.quant.qtensor import QTensor
+from nanokit.quant.rounding import check_searchable, search
+from nanokit.quant.weight_format import WeightFormat
+
+WINDOW = 512
+MOST_WINDOWS = 16
+TEXT = "texts/calibration.txt"
+DATA_METHODS = ("awq", "gptq")
+
+Progress = Callable[[int, int, str], None]  # done, in all, of what; may raise to end the work
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """matrices: those rounded with the text, or of weights that awq changed; vectors: norms and biases that it changed;
+    by their names in the file."""
+
+    matrices: dict[str, QTensor]
+    vectors: dict[str, Tensor]
+
+
+def default_calibration(tokenizer: Tokenizer) -> list[list[int]]:
+    """Windows of a text of the kit's own, which no quality is measured on: technical prose."""
+    return windows_in(tokenizer, (data_dir() / TEXT).read_text("utf-8"))
+
+
+def windows_in(tokenizer: Tokenizer, text: str) -> list[list[int]]:
+    """Windows of a text, at most MOST_WINDOWS of WINDOW tokens; what is left over at its end is not looked at, but in a
+    text shorter than one window."""
+    ids = tokenizer.encode(text, add_special=False)
+    prefix = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    fresh = WINDOW - len(prefix)
+    count = min(MOST_WINDOWS, max(1, len(ids) // fresh))
+    return [prefix + ids[at : at + fresh] for at in range(0, count * fresh, fresh)]
+
+
+@torch.inference_mode()
+def calibrated(
+    source: ModelSource,
+    weights: Weights,
+    choices: Mapping[str, Choice],
+    token_ids: list[list[int]],
+    progress: Progress | None = None,
+) -> Calibrated:
+    """Round the matrices that ask for awq or gptq.
+
+    weights: of the source; choices: for every matrix that is to be quantized, by its name. Raises ParameterError for
+    windows that cannot be run and for formats whose scale several matrices share; ModelFileError for weights that are
+    not finite.
+    """
+    for choice in choices.values():
+        if choice.format is not None and choice.method:
+            check_searchable(choice.format)
+    walk = _Walk(weights, choices, windows_of(source.config, token_ids))
+    count = source.config.num_layers
+    for index in range(count):
+        if progress is not None:
+            progress(index, count, f"rounding layer {index}")
+        walk.layer(index)
+    walk.head()
+    if progress is not None:
+        progress(count, count, "rounded")
+    return Calibrated(walk.matrices, walk.vectors)
+
+
+class _Walk:
+    """The windows on their way through the layers."""
+
+    def __init__(self, weights: Weights, choices: Mapping[str, Choice], windows: Windows) -> None:
+        self._weights, self._windows, self._config = weights, windows, windows.config
+        self._choices = {name: choice for name, choice in choices.items() if _alone(choice)}
+        self._hidden = weights.embedding.dense()[windows.token_ids]
+        self._changed: set[str] = set()  # by a fold
+        self.matrices: dict[str, QTensor] = {}
+        self.vectors: dict[str, Tensor] = {}
+
+    def layer(self, index: int) -> None:
+        """Round a layer and go through it."""
+        layer, names = read_layer(self._weights, index), self._weights.layers[index]
+        x, moments = self._normed(layer, names, "attn_norm", ("q", "k", "v"))
+        self._round(layer, names, ("q", "k"), moments)
+        if self._folds(names, ("o", "v"), "o"):
+            out = attended(layer, x, self._windows)
+            self._fold_rows(layer, names, "v", "o", _moments(out))
+        self._round(layer, names, ("v",), moments)
+        out = attended(layer, x, self._windows)
+        self._round(layer, names, ("o",), _moments(out) if self._asks(names, ("o",)) else None)
+        self._hidden = self._hidden + layer.o(out)
+
+        x, moments = self._normed(layer, names, "ffn_norm", ("gate", "up"))
+        self._round(layer, names, ("gate",), moments)
+        gate = layer.gate(x)
+        if self._folds(names, ("down", "up"), "down"):
+            self._fold_rows(layer, names, "up", "down", _moments(silu_gate(gate, layer.up(x))))
+        self._round(layer, names, ("up",), moments)
+        middle = silu_gate(gate, layer.up(x))
+        self._round(layer, names, ("down",), _moments(middle) if self._asks(names, ("down",)) else None)
+        self._hidden = self._hidden + layer.down(middle)
+
+    def head(self) -> None:
+        """Round the head, where it asks for a text. (A tied embedding's rows were the windows' first hidden states as
+        they are stored.)"""
+        matrix = self._weights.head.weight if self._weights.head else self._weights.embedding
+        choice = self._choices.get(matrix.name)
+        if choice is not None and choice.method in DATA_METHODS:
+            hidden = rms_norm(self._hidden, self._weights.final_norm.dense(), self._config.rms_eps)
+            self.matrices[matrix.name] = _rounded(matrix, matrix.dense(), choice, _moments(hidden))
+
+    def _normed(
+        self, layer: Layer, names: LayerWeights, norm: str, readers: tuple[str, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The input of `readers`, and its second moments if one of them asks for them, after a fold into the norm."""
+        x = rms_norm(self._hidden, getattr(layer, norm), self._config.rms_eps)
+        if not self._asks(names, readers):
+            return x, None
+        moments = _moments(x)
+        if self._folds(names, readers, *readers):
+            factors = self._factors(layer, names, readers, moments, _size(moments))
+            for role in readers:
+                self._scale(layer, names, role, columns=factors)
+            weight = getattr(layer, norm) / factors
+            setattr(layer, norm, weight)
+            self.vectors[getattr(names, norm).name] = weight
+            x, moments = x / factors, moments / (factors[:, None] * factors)
+        return x, moments
+
+    def _fold_rows(self, layer: Layer, names: LayerWeights, maker: str, reader: str, moments: Tensor) -> None:
+        """Factors for the columns of `reader`, out of the rows of `maker`."""
+        activity, repeat = _size(moments), len(moments) // len(getattr(layer, maker).weight)
+        if repeat > 1:  # query heads that read one value head
+            heads = activity.view(self._config.num_kv_heads, repeat, self._config.head_dim)
+            activity = heads.mean(dim=1, keepdim=True).expand_as(heads).flatten()
+        factors = self._factors(layer, names, (reader,), moments, activity)
+        self._scale(layer, names, reader, columns=factors)
+        if repeat > 1:
+            factors = factors.view(self._config.num_kv_heads, repeat, self._config.head_dim)[:, 0].flatten()
+        self._scale(layer, names, maker, rows=1 / factors)
+
+    def _factors(
+        self, layer: Layer, names: LayerWeights, readers: tuple[str, ...], moments: Tensor, activity: Tensor
+    ) -> Tensor:
+        matrices = [(getattr(layer, role).weight, self._format(names, role)) for role in readers]
+        return column_scales(matrices, moments, activity)
+
+    def _scale(
+        self, layer: Layer, names: LayerWeights, role: str, columns: Tensor | None = None, rows: Tensor | None = None
+    ) -> None:
+        linear: Resident = getattr(layer, role)
+        if columns is not None:
+            linear.weight = linear.weight * columns
+        if rows is not None:
+            linear.weight = linear.weight * rows[:, None]
+            if linear.bias is not None:
+                linear.bias = linear.bias * rows
+                self.vectors[getattr(names, role).bias.name] = linear.bias
+        self._changed.add(getattr(names, role).weight.name)
+
+    def _round(self, layer: Layer, names: LayerWeights, roles: tuple[str, ...], moments: Tensor | None) -> None:
+        for role in roles:
+            matrix: Matrix = getattr(names, role).weight
+            choice = self._choices.get(matrix.name)
+            if choice is None:
+                continue
+            q = _rounded(matrix, getattr(layer, role).weight, choice, moments)
+            getattr(layer, role).weight = torch.from_numpy(q.dequantize())
+            if choice.method in DATA_METHODS or matrix.name in self._changed:
+                self.matrices[matrix.name] = q
+
+    def _asks(self, names: LayerWeights, roles: tuple[str, ...]) -> bool:
+        """Whether one of them is rounded with the text in view."""
+        found = (self._choices.get(getattr(names, role).weight.name) for role in roles)
+        return any(choice is not None and choice.method in DATA_METHODS for choice in found)
+
+    def _folds(self, names: LayerWeights, concerned: tuple[str, ...], *askers: str) -> bool:
+        """Whether one of `askers` is rounded by awq, and all matrices that a fold concerns are rounded."""
+        chosen = {role: self._choices.get(getattr(names, role).weight.name) for role in (*concerned, *askers)}
+        wanted = any(chosen[role] is not None and chosen[role].method == "awq" for role in askers)  # type: ignore[union-attr]
+        return wanted and all(chosen[role] is not None for role in concerned)
+
+    def _format(self, names: LayerWeights, role: str) -> WeightFormat:
+        fmt = self._choices[getattr(names, role).weight.name].format
+        assert fmt is not None
+        return fmt
+
+
+def _alone(choice: Choice) -> bool:
+    """Whether a matrix is rounded, and can be without looking at others."""
+    return choice.format is not None and choice.format.scope not in ("qkv", "global")
+
+
+def _moments(x: Tensor) -> Tensor:
+    """Second moments fp32 [columns, columns] of inputs [rows, columns]."""
+    return x.T @ x / len(x)
+
+
+def _size(moments: Tensor) -> Tensor:
+    return moments.diagonal().sqrt()
+
+
+def _rounded(matrix: Matrix, weight: Tensor, choice: Choice, moments: Tensor | None) -> QTensor:
+    assert choice.format is not None
+    values = weight.numpy()
+    if choice.method == "gptq" and moments is not None:
+        return gptq(values, choice.format, moments, name=matrix.name)
+    if choice.method == "awq" and moments is not None:
+        return search(values, choice.format, moments.diagonal(), name=matrix.name)
+    if choice.method == "search":
+        return search(values, choice.format, name=matrix.name)
+    return choice.format.quantize(values, matrix.name)
