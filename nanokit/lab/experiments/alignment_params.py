@@ -17,7 +17,7 @@ BUDGET_S = {"smoke": 1.5, "quick": 9.0, "full": float("inf")}
 class AlignmentParams(Params):
     """Which loads are timed from where, and which products and pages are moved."""
 
-    model: str = knob("", "GGUF file, folder of safetensors or hub name; empty is the default model")
+    model: str = knob("", "GGUF file or folder of safetensors; empty is the default model")
     offsets: list[int] = knob(
         [], "where reading begins, after a multiple of 4096", unit="bytes", low=0, high=4096,
         by_preset={"smoke": [0, 4, 32], "quick": [0, 4, 16, 20, 32, 48, 64], "full": [0, 4, 16, 20, 32, 48, 64]},

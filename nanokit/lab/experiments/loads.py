@@ -64,22 +64,20 @@ class LoadsResult(AlignmentResult):
         return self.metrics.get(f"gain_vs_straddling_{where}_{width}")
 
     def table(self, where: str = "") -> Table:
-        """One working set (empty: the first): by offset and width, the share of loads on two lines, GB/s and that over
-        offset 0."""
+        """One working set (empty: the first): by offset and width, GB/s with its extremes, and that over offset 0."""
         rows, where = [], where or self.asked.sets[0]
         for offset in self.asked.offsets:
             cells = []
             for width in self.widths:
                 values = self.samples[f"read_gb_s_{where}_{width}_{offset}"]
                 cells += [
-                    f"{straddling(width, offset):.0%}",
-                    f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})",
+                    f"{min(values):.1f} | {statistics.median(values):.1f} | {max(values):.1f}",
                     f"{self.relative(where, width, offset):.2f}",
                 ]
             rows.append((str(offset), *cells))
         columns = ["offset"]
         for width in self.widths:
-            columns += [f"{width} B: on two lines", f"{width} B: GB/s in {where}", f"{width} B: over aligned"]
+            columns += [f"{width} bytes: GB/s in {where}", f"{width}: over aligned"]
         return Table(columns, rows, right=columns)
 
     def summary(self) -> Table:

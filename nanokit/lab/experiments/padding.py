@@ -147,7 +147,13 @@ class PaddingResult(AlignmentResult):
             least, most, tiles = (self.metrics[f"nvfp4_{which}_bytes_{name}"] for which in ("all", "kept", "tiled"))
             cells = (f"{least / 1e9:.2f}", f"{most / 1e9:.2f}", f"{most / least:.2f}", f"{(tiles - least) / 1e6:.2f}")
             rows.append((name, *cells))
-        columns = ("shapes of", "all in NVFP4", "embedding and head in 16 bits", "ratio", "scales in tiles: MB more")
+        columns = (
+            "shapes of",
+            "all in NVFP4 (GB)",
+            "embedding and head in 16 bits (GB)",
+            "ratio",
+            "scales in tiles: MB more",
+        )
         return Table(columns, rows, right=columns[1:])
 
     @property

@@ -17,8 +17,8 @@ def loads(result: "LoadsResult", where: str = "L2") -> go.Figure:
     worst = {width: min(result.relative(where, width, offset) for offset in offsets) for width in result.widths}
     lost = {width: 1 - value for width, value in worst.items() if 1 - value > noise}
     if lost:
-        said = ", ".join(f"{width}-byte loads up to {share:.0%}" for width, share in lost.items())
-        finding = f"In {where}, loads that straddle cache lines lose:<br>{said}"
+        said = ", ".join(f"of {width} bytes up to {share:.0%}" for width, share in lost.items())
+        finding = f"In {where}, loads that straddle cache lines lose speed:<br>{said}"
     else:
         finding = f"In {where}, no offset costs more than the noise of {noise:.0%}"
     series = {f"{width} bytes": [result.relative(where, width, each) for each in offsets] for width in result.widths}
