@@ -48,6 +48,8 @@ _HOME = {
     "padding": "experiments.padding",
     "shifted": "experiments.shifted",
     "straddling": "experiments.alignment_params",
+    "ContextParams": "experiments.quality_in_context",
+    "quality_in_context": "experiments.quality_in_context",
     "together": "result",
     "decode": "bench.decode",
     "DecodeParams": "bench.decode",

@@ -34,6 +34,7 @@ from nanokit.lab.quality.reference import Reference, reference
 from nanokit.lab.quality.texts import text_ids
 from nanokit.lab.result import Result
 from nanokit.lab.table import Table
+from nanokit.model.config import ModelConfig
 from nanokit.model.source import ModelSource
 from nanokit.quant.policy import parse_policy
 
@@ -162,7 +163,7 @@ def quality_in_context(
                 if ref is refs[0]:
                     unequal += _unequal(engine, ref, plain, name, p.batch)
                 progress.step(f"{name} at {ref.length}")
-    return _result(p, cells, refs, unequal)
+    return _result(p, cells, refs, unequal, source.config)
 
 
 def _same_rope(refs: list[Reference], ref: Reference, source: ModelSource) -> int:
@@ -213,13 +214,18 @@ def _unequal(engine: LoadedEngine, ref: Reference, plain: Divergences, name: str
     return [f"{name}: {way}" for way, other in others.items() if not np.array_equal(other.kl, plain.kl)]
 
 
-def _result(p: ContextParams, cells: list[Cell], refs: list[Reference], unequal: list[str]) -> ContextResult:
+def _result(
+    p: ContextParams, cells: list[Cell], refs: list[Reference], unequal: list[str], config: ModelConfig
+) -> ContextResult:
     apart, turned = compare_rankings(cells)
     floors = {ref.length: reference_floor(ref) for ref in refs}
     metrics = {f"kl_{cell.setting.replace(' ', '_')}_{cell.context}": cell.kl for cell in cells}
     metrics |= {f"floor_{context}": floor for context, floor in floors.items()}
     metrics |= {"pairs_told_apart": apart, "pairs_reversed": len(turned), "unequal_layouts": len(unequal)}
-    settings = {"references": [ref.name for ref in refs], "changed_by_layout": unequal}
+    settings = {
+        "references": [ref.name for ref in refs], "changed_by_layout": unequal, "layers": config.num_layers,
+        "kv_heads": config.num_kv_heads, "head_dim": config.head_dim,
+    }  # fmt: skip
     return ContextResult(
         p, metrics, {}, settings, cells=cells, floors=floors, reversed_pairs=turned,
         verdict_q10=_verdict_q10(cells, apart, turned), verdict_q11=_verdict_q11(cells, unequal),

@@ -2,6 +2,7 @@
 
 from nanokit.lab.plots.activation_plot import activation_cost
 from nanokit.lab.plots.alignment_plot import load, loads, shifted
+from nanokit.lab.plots.context_plot import by_context, by_position
 from nanokit.lab.plots.house import (
     GREY,
     GRID,
@@ -33,6 +34,8 @@ __all__ = [
     "activation_cost",
     "backends",
     "bars",
+    "by_context",
+    "by_position",
     "color",
     "figure",
     "gains",
