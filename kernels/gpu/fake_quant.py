@@ -6,7 +6,7 @@ reads that and the upstream gradient, 8.1 bytes a weight with the one it writes.
 Rejected: deciding again in the backward kernel, from the weights. It reads four bytes in place of an eighth, does the
 fp64 divisions twice (consumer GPUs have one fp64 unit for 64 others), and an optimizer that had moved the weights
 meanwhile would change the answer. A byte a weight, as torch keeps a mask: a quarter of the weights again, held through
-the whole step. Passing everything where the scale comes from the weights: a minimum rounded to fp32 puts weights of a
+the whole step. Passing everything where the scale comes from the weights: a rounded minimum puts weights of a
 narrow range beyond the bounds of their own group.
 
 The group has to be a multiple of 16 here, a whole row as well: bits of two groups do not share a byte, and loads are

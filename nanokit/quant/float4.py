@@ -41,7 +41,6 @@ NF4_LEVELS = np.array(
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32,
 )  # fmt: skip
 NF4_BOUNDS = ((NF4_LEVELS[1:].astype(np.float64) + NF4_LEVELS[:-1]) / 2).astype(np.float32)
-NF4_ZERO = 7
 NF4_TABLE = np.rint(127 * NF4_LEVELS.astype(np.float64)).astype(np.int8)
 NORMAL = np.float32(2.0**-126)
 
@@ -126,6 +125,5 @@ class NF4(BlockFormat):
         kept = scales >= NORMAL
         scales[~kept] = 0
         inverse = np.divide(np.float32(1), peaks, out=np.zeros_like(peaks), where=kept)
-        codes = count_above(part * inverse, NF4_BOUNDS)
-        codes[~kept[:, 0]] = NF4_ZERO
+        codes = count_above(part * inverse, NF4_BOUNDS)  # of a block without a scale: those of 0
         return codes.view(np.int8), scales, None

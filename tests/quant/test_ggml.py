@@ -38,6 +38,7 @@ def matrix(kind: str, seed: int, rows: int = 40, columns: int = 96) -> np.ndarra
     elif kind == "ties":
         w[:] = np.rint(w * 16) / 2
         w[:, 0] = rng.choice([7, -8, 8, 127, 15.5], len(w))
+        w[:, 1], w[:, 2] = np.nextafter(np.float32(0.5), 0), np.nextafter(np.float32(0.5), 1)
     elif kind == "outlier":
         np.put_along_axis(w, places[:, :1], 1e6 * w[:, :1] / np.abs(w[:, :1]), axis=1)
         w *= 0.05

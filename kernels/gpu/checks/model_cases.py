@@ -23,7 +23,7 @@ from nanokit.kernels.gpu.checks.material import activations, there, weights
 from nanokit.kernels.gpu.checks.work import Case, Judgement, Work, equal
 from nanokit.kernels.gpu.fake_quant import fake_quantize
 from nanokit.quant.integer import integer_format
-from nanokit.quant.qtensor import QTensor
+from nanokit.quant.qtensor import Coding, QTensor
 
 if TYPE_CHECKING:
     from nanokit.model.config import ModelConfig
@@ -76,7 +76,10 @@ class _Memory:
             for name, length in (("attn_norm", c.hidden_size), ("ffn_norm", c.hidden_size),
                                  ("attn_q_norm", c.head_dim), ("attn_k_norm", c.head_dim)):  # fmt: skip
                 self._vector(at + name, length)
-        self.stored = {name: Stored(q.shape, q.codes.nbytes, kind) for name, (kind, q) in self._matrices.items()}
+        self.stored = {
+            name: Stored(q.shape, q.codes.nbytes, kind, Coding(q.code_range, q.table is not None, q.group))
+            for name, (kind, q) in self._matrices.items()
+        }
         self.stored |= {name: Stored(tuple(x.shape), x.nbytes, "F32") for name, x in self._vectors.items()}
 
     def _matrix(self, name: str, rows: int, columns: int, kind: str) -> None:
