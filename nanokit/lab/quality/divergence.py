@@ -27,7 +27,7 @@ from nanokit.engine.load import LoadedEngine
 from nanokit.errors import NanokitError, ParameterError
 from nanokit.lab.quality.intervals import standard_error, wilson
 from nanokit.lab.quality.passes import Pass, hidden_states
-from nanokit.lab.quality.reference import Reference
+from nanokit.lab.quality.reference import SMALL_CHUNK, Reference
 
 ROWS = 64
 
@@ -110,7 +110,23 @@ def compare_engine(engine: LoadedEngine, ref: Reference, how: Pass | None = None
     how: batch, chunk and page layout of the windows. Raises ParameterError for an engine of too few pages, NanokitError
     for logits that are not numbers.
     """
-    how = how or Pass()
+    states = _states(engine, ref, ref.windows, how or Pass())
+    return _tally(ref, (_logits(engine, each) for each in states))
+
+
+def engine_floor(engine: LoadedEngine, ref: Reference, how: Pass) -> float:
+    """Mean KL of window 0 from the same window computed by the same engine in other chunks, beside another window or
+    alone, over pages laid out otherwise: how far this setting is from itself. 0 where kernels keep every bit (C)."""
+    beside = 2 if how.batch == 1 and len(ref.windows) > 1 else 1
+    other = Pass(beside, SMALL_CHUNK, "consecutive" if how.layout == "scattered" else "scattered")
+    (first, *_), (again, *_) = (_states(engine, ref, ref.windows[: way.batch], way) for way in (how, other))
+    pairs = zip(_logits(engine, first), _logits(engine, again), strict=True)
+    rows = [_kl(a.double().log_softmax(-1), b.double().log_softmax(-1)) for a, b in pairs]
+    return float(torch.cat(rows).mean())
+
+
+def _states(engine: LoadedEngine, ref: Reference, windows: list[list[int]], how: Pass) -> Iterator[Tensor]:
+    """hidden_states of an engine, its pages given back at the end."""
     wanted = how.blocks(ref.length, engine.config.block_size)
     if wanted > engine.pool.available:
         raise ParameterError(
@@ -120,20 +136,18 @@ def compare_engine(engine: LoadedEngine, ref: Reference, how: Pass | None = None
             do="load with a larger ctx or max_seqs, or compute fewer windows together",
         )
     blocks = [engine.pool.allocate() for _ in range(wanted)]
-    head = engine.model.head
-
-    def logits(states: Tensor) -> Iterator[Tensor]:
-        for rows in states[:-1].split(ROWS):
-            with torch.inference_mode():
-                yield head.logits(rows.contiguous())
-
     try:
-        states = hidden_states(
-            lambda batch: engine.model.forward(batch, engine.kv), ref.windows, ref.first - 1, how.tables(blocks), how
-        )
-        return _tally(ref, (logits(each) for each in states))
+        tables = how.tables(blocks)
+        yield from hidden_states(lambda b: engine.model.forward(b, engine.kv), windows, ref.first - 1, tables, how)
     finally:
         engine.pool.release(blocks)
+
+
+def _logits(engine: LoadedEngine, states: Tensor) -> Iterator[Tensor]:
+    """Of the rows that predict a token of the window, a few at a time."""
+    for rows in states[:-1].split(ROWS):
+        with torch.inference_mode():
+            yield engine.model.head.logits(rows.contiguous())
 
 
 def reference_floor(ref: Reference) -> float:
