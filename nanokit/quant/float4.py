@@ -14,8 +14,9 @@ A `QTensor` holds whole numbers as levels and finished fp32 scales, so
 - NF4's levels become rint(127 level), its scale block peak / 127. The codes are bitsandbytes' own; the values differ
   from its fp32 levels by at most .5 / 127 of the block's peak. Integer kernels look up what 8 bits hold.
 
-Signs of zero. e2m1 has a -0. NVFP4's owners keep the sign of whatever rounds to zero, and so do these codes (8); ggml
-writes 0 for it. The value is 0 either way, and a quantized NVFP4 matrix quantized again has 0 in place of 8.
+Signs of zero. e2m1 has a -0. NVFP4's owners keep the sign of a negative weight that rounds to zero, and so do these
+codes (8); a weight of -0 is 0, and ggml writes 0 for both. The value is 0 in any case, and a quantized NVFP4 matrix
+quantized again has 0 in place of 8.
 
 Small numbers. Kernels count fp32's subnormal numbers as zero, so that no scale here is one: NVFP4's factor is at least
 2^-116 (the smallest block scale is then normal), an NF4 block whose scale would be subnormal is zero, and an MXFP4
@@ -87,7 +88,7 @@ class NVFP4(BlockFormat):
         scales = e4m3(np.clip(block_scales, np.float32(E4M3_SMALLEST), np.float32(E4M3_LARGEST))) * np.float32(common)
         steps = np.abs(part.astype(np.float64)) / scales
         codes = count_above(steps, FP4_BOUNDS, self.ties_up)
-        codes |= np.signbit(part).view(np.uint8) << np.uint8(3)
+        codes |= (part < 0).view(np.uint8) << np.uint8(3)
         return codes.view(np.int8), scales, None
 
 
