@@ -11,7 +11,7 @@ inside each, no KV pages.
             -> silu gate -> [down]      place 3, feed-forward middle      hidden += down
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ class Windows:
         """The rows of each window."""
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
         return [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+
+    def repeated(self, times: int) -> "Windows":
+        """The same windows several times, one set after another."""
+        ids, cos, sin = (part.repeat(times, *[1] * (part.ndim - 1)) for part in (self.token_ids, self.cos, self.sin))
+        return replace(self, token_ids=ids, lengths=self.lengths * times, cos=cos, sin=sin)
 
 
 def windows_of(config: ModelConfig, token_ids: list[list[int]]) -> Windows:

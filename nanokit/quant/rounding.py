@@ -27,7 +27,7 @@ from nanokit.quant.qtensor import QTensor
 from nanokit.quant.weight_format import WeightFormat
 
 _SLICE = 1 << 17  # weights at a time: they and what is computed from them stay in a core's own cache
-_RATIOS = 20
+_RATIOS = 12
 _FITS = 2
 
 
