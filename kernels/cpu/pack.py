@@ -2,9 +2,9 @@
 
 Panels of 16 output rows, one row a lane (c/nk.h draws it). A weight keeps its codes and its scales: nothing is
 quantized again. Codes of up to four bits take half a byte, wider ones a byte; scales and minimums take two bytes where
-fp16 holds all of them exactly, and four otherwise. The canonical copy is dropped as soon as its panels are there, so
-that a model is never in memory twice; what is large is read and packed some rows at a time, since a head of 150,000
-rows takes half a gigabyte as bytes alone.
+fp16 holds all of them exactly, or what is left of them without a factor that all share (NVFP4's), and four otherwise.
+The canonical copy is dropped as soon as its panels are there, so that a model is never in memory twice; what is large
+is read and packed some rows at a time, since a head of 150,000 rows takes half a gigabyte as bytes alone.
 
 Rejected: keeping 5- and 6-bit codes packed (two more instructions for every 64 weights, in a kernel that is bound by
 memory only while it does nothing else), and packing a tensor in its file's own blocks (scales in the way of every
@@ -116,9 +116,9 @@ def pack_rows(
     added = None if bias is None else _padded(bias.astype(np.float32))
     codes, scales, *minimums = (panels.ctypes.data + start for start in form.starts)
     struct = Matrix(
-        rows, shape[1], form.kind, BIAS[form.zero], q.group, int(form.half), form.code_bytes, form.panel_bytes, codes,
-        scales, minimums[0] if minimums else None, None if added is None else added.ctypes.data,
-        tuple(form.table.tolist()),
+        rows, shape[1], form.kind, BIAS[form.zero], q.group, int(form.half), form.factor, form.code_bytes,
+        form.panel_bytes, codes, scales, minimums[0] if minimums else None,
+        None if added is None else added.ctypes.data, tuple(form.table.tolist()),
     )  # fmt: skip
     return Packed(struct, (panels,) if added is None else (panels, added))
 
@@ -126,12 +126,14 @@ def pack_rows(
 @dataclass(frozen=True)
 class _Form:
     """How a matrix is kept. zero: the code that stands for 0, or 128 with a table, whose entries are unsigned too;
-    half: scales and minimums are fp16; starts: where codes, scales and minimums begin in a panel."""
+    half: scales and minimums are fp16; factor: of
+    all scales, beside what is stored of them; starts: where codes, scales and minimums begin in a panel."""
 
     kind: int
     zero: int
     table: np.ndarray
     half: bool
+    factor: float
     code_bytes: int
     starts: tuple[int, ...]
     panel_bytes: int
@@ -144,7 +146,8 @@ class _Form:
         code_bytes = LANES * columns // (2 if kind in (CODES4, TABLE4) else 1)
         scale_bytes = LANES * (columns // q.group) * (2 if half else 4)
         ends = np.cumsum([_aligned(n) for n in (code_bytes, scale_bytes, *([scale_bytes] * (q.minimums is not None)))])
-        return cls(kind, zero, table, half, code_bytes, (0, *ends[:-1].tolist()), int(ends[-1]))
+        factor = q.tensor_scale if half else 1.0
+        return cls(kind, zero, table, half, factor, code_bytes, (0, *ends[:-1].tolist()), int(ends[-1]))
 
     def write(self, q: QTensor, out: np.ndarray) -> None:
         """Rows into their panels, uint8 [panels, bytes]."""
@@ -152,7 +155,8 @@ class _Form:
         codes = np.empty((len(out) * LANES, q.shape[1]), np.uint8)
         np.add(q.codes.view(np.uint8), np.uint8(shift), out=codes[: len(q.codes)])  # modulo 256
         codes[len(q.codes) :] = shift
-        scales = [_by_panel(part, self.half) for part in (q.scales, q.minimums) if part is not None]
+        stored = q.scales if self.factor == 1.0 else q.scales / np.float32(self.factor)
+        scales = [_by_panel(part, self.half) for part in (stored, q.minimums) if part is not None]
         stops = (*self.starts[1:], self.panel_bytes)
         for start, part, stop in zip(self.starts, (_panels(codes, self.kind), *scales), stops, strict=True):
             out[:, start : start + part.shape[1]] = part
@@ -186,6 +190,9 @@ def _panels(codes: np.ndarray, kind: int) -> np.ndarray:
 
 def _fit_half(q: QTensor) -> bool:
     with np.errstate(over="ignore"):
+        if q.tensor_scale != 1.0:
+            factor = np.float32(q.tensor_scale)
+            return q.minimums is None and bool(((q.scales / factor).astype(np.float16) * factor == q.scales).all())
         parts = [part for part in (q.scales, q.minimums) if part is not None]
         return all(bool((part.astype(np.float16) == part).all()) for part in parts)
 

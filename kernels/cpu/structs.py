@@ -19,6 +19,7 @@ class Matrix(Structure):
         ("bias", c_int64),
         ("group", c_int64),
         ("scale16", c_int64),
+        ("factor", c_double),
         ("code_bytes", c_int64),
         ("panel_bytes", c_int64),
         ("codes", c_void_p),

@@ -29,6 +29,7 @@ typedef struct {
   int64_t kind, bias;      /* of the enumerations above */
   int64_t group;           /* columns a scale: 16, or a multiple of 32; divides cols */
   int64_t scale16;         /* scales and minimums are fp16, else fp32 */
+  double factor;           /* an fp32 number: a scale is fp32(what is stored * factor); 1 beside minimums */
   int64_t code_bytes;      /* codes of one panel */
   int64_t panel_bytes;     /* from one panel to the next, a multiple of 64 */
   const uint8_t *codes;    /* of the first panel, 64-byte aligned, as are its scales and minimums */

@@ -58,6 +58,7 @@ INLINE void tile(const Matrix *m, const Act *act, long row, float *out, long str
   const uint8_t *codes[2] = {m->codes + panel * pitch, m->codes + (panel + NP - 1) * pitch};
   const uint8_t *scales = m->scales + panel * pitch, *minimums = m->minimums ? m->minimums + panel * pitch : NULL;
   const int half = m->scale16 != 0, scale_bytes = LANES * (half ? 2 : 4);
+  const vf factor = vf_set((float)m->factor);
   long left = per_scale;
   vf acc[2][12];
 UNROLL(12)
@@ -99,7 +100,7 @@ UNROLL(2)
     vf w_scale[2], w_minimum[2];
 UNROLL(2)
     for (int p = 0; p < NP; p++) {
-      w_scale[p] = load_scales(scales + p * pitch, half);
+      w_scale[p] = vf_mul(load_scales(scales + p * pitch, half), factor);
       w_minimum[p] = minimums ? load_scales(minimums + p * pitch, half) : vf_zero();
     }
 UNROLL(12)

@@ -29,7 +29,7 @@ void unpack_row(const Matrix *m, long row, float *out) {
   const uint8_t *minimums = m->minimums ? m->minimums + panel * m->panel_bytes : NULL;
   for (long g = 0; g < groups; g++) {
     long at = g * LANES + lane;
-    float scale = scale_of(m, scales, at), minimum = minimums ? scale_of(m, minimums, at) : 0.0f;
+    float scale = scale_of(m, scales, at) * (float)m->factor, minimum = minimums ? scale_of(m, minimums, at) : 0.0f;
     for (long c = g * m->group; c < (g + 1) * m->group; c++) {
       float value = (float)code_of(m, codes, lane, c) * scale;
       out[c] = minimums ? value + minimum : value;
