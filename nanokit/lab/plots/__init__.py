@@ -3,6 +3,17 @@
 from nanokit.lab.plots.activation_plot import activation_cost
 from nanokit.lab.plots.alignment_plot import load, loads, shifted
 from nanokit.lab.plots.context_plot import by_context, by_position
+from nanokit.lab.plots.drift_plot import (
+    drift_damage,
+    drift_first,
+    drift_mode,
+    drift_points,
+    drift_profile,
+    drift_ratios,
+    drift_speed,
+    drift_vanishing,
+)
+from nanokit.lab.plots.gradient_plot import adapter_losses, adapters, qat, small_layer, training
 from nanokit.lab.plots.house import (
     GREY,
     GRID,
@@ -20,6 +31,8 @@ from nanokit.lab.plots.house import (
 from nanokit.lab.plots.kernels_plot import backends, gains, promises, rounding
 from nanokit.lab.plots.noise_plot import noise, warmup
 from nanokit.lab.plots.product_plot import product
+from nanokit.lab.plots.quality_plot import quality_pareto
+from nanokit.lab.plots.range_plot import damage, one_matrix, outputs, spread
 from nanokit.lab.plots.roofline_plot import roofline, streaming, verification
 from nanokit.lab.plots.step_plot import step_cost
 from nanokit.lab.plots.tour_plot import tour
@@ -32,11 +45,22 @@ __all__ = [
     "PALETTE",
     "WIDTH",
     "activation_cost",
+    "adapter_losses",
+    "adapters",
     "backends",
     "bars",
     "by_context",
     "by_position",
     "color",
+    "damage",
+    "drift_damage",
+    "drift_first",
+    "drift_mode",
+    "drift_points",
+    "drift_profile",
+    "drift_ratios",
+    "drift_speed",
+    "drift_vanishing",
     "figure",
     "gains",
     "lines",
@@ -44,15 +68,22 @@ __all__ = [
     "loads",
     "mark",
     "noise",
+    "one_matrix",
+    "outputs",
     "product",
     "promises",
+    "qat",
+    "quality_pareto",
     "roofline",
     "rounding",
     "shifted",
     "show",
+    "small_layer",
+    "spread",
     "step_cost",
     "streaming",
     "tour",
+    "training",
     "verification",
     "warmup",
 ]
