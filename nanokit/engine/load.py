@@ -18,6 +18,7 @@ from nanokit.model import memory
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig, override_rope
 from nanokit.model.load import open_model
+from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.transformer import OpenedModel, Transformer
 from nanokit.paths import data_dir
 
@@ -31,6 +32,7 @@ class LoadedEngine(Engine):
     """An engine over a model that `load` read: its `model` knows its name, its activation mode and its bytes."""
 
     model: Transformer
+    tokenizer: Tokenizer
 
     def calibrate(self, prompt: Prompt | None = None) -> None:
         """Take the peaks of static activations from one forward over a prompt; None is the beginning of the kit's own

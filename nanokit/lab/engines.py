@@ -18,3 +18,12 @@ def engine_for(model: str = "", activations: str = "", kv_format: str = "") -> "
     from nanokit.engine.load import load
 
     return load(model or None, activations=activations or None, kv_format=kv_format or None, prefix_cache=False)
+
+
+def in_mode(engine: "LoadedEngine", mode: str) -> "LoadedEngine":
+    """The same weights and pages as an engine whose requests all run in this activation mode, for code that asks an
+    engine and knows of no modes. One at a time: each believes that the pages are its own. Raises ParameterError for a
+    mode that the model cannot run, or cannot run yet."""
+    from nanokit.engine.load import LoadedEngine
+
+    return LoadedEngine(engine.model.in_mode(mode), engine.tokenizer, engine.config, kv=engine.kv)

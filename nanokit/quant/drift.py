@@ -75,7 +75,9 @@ class _Sums:
         magnitude = x.abs()
         peaks, medians = magnitude.amax(dim=1), magnitude.median(dim=1).values
         self.tokens, self.count = self.tokens + x.shape[0], self.count + x.numel()
-        self.powers += torch.stack([x.pow(n).sum() for n in (1, 2, 3, 4)]).cpu()
+        flat = x.flatten()
+        squares = flat * flat
+        self.powers += torch.stack([flat.sum(), squares.sum(), squares @ flat, squares @ squares]).cpu()
         self.absmax = max(self.absmax, float(peaks.max()))
         self.ratios += (peaks / medians.clamp(min=torch.finfo(torch.float32).tiny)).tolist()
         if limit is not None:

@@ -1,0 +1,104 @@
+"""INT8 as exported models often have it: one scale a weight matrix and one calibrated scale an activation tensor.
+
+Weights, a scale for each matrix (`tensor`, and `reduced` with codes up to 63, as exporters choose for processors whose
+8-bit multiplication would saturate) or for each output (`channel`); activations, static or with a scale a token. Every
+pair of both, and a16 beside them, which leaves the weights' part alone. The reference is the file's own weights with
+fp32 activations; that file is 4-bit, and 8 bits hold its codes well, so that the weights' part is small by nature here.
+
+Static activations of exported models are mostly asymmetric: codes from the least to the largest value. Those here are
+symmetric; on inputs whose two ends are of a size, that is the same, and at most it is a factor of two in the step.
+"""
+
+import threading
+from dataclasses import dataclass
+
+from nanokit.engine.load import load
+from nanokit.lab.engines import in_mode
+from nanokit.lab.experiments.drift_damage import compared, scored, windows_of
+from nanokit.lab.experiments.drift_params import (
+    EXPORTED,
+    KV_FORMAT,
+    DriftParams,
+    DriftResult,
+    exact_engine,
+    text_start,
+)
+from nanokit.lab.lock import measuring
+from nanokit.lab.progress import Progress, Silent, stop_if
+from nanokit.lab.quality.intervals import standard_error
+from nanokit.lab.table import Table
+
+ACTIVATIONS = ("static", "token", "a16")
+MUCH = 10.0  # points of equal best tokens that count as much accuracy
+
+
+@dataclass(frozen=True)
+class ExportResult(DriftResult):
+    """`kl_mean_<weights>_<activations>` (nats), `kl_se_…` and `top1_…`, on the first of the texts."""
+
+    def table(self) -> Table:
+        """Weights a row, activations a column."""
+        m = self.metrics
+        rows = [
+            (EXPORTED[name], *(
+                f"{m[f'kl_mean_{name}_{mode}']:.3g} ± {m[f'kl_se_{name}_{mode}']:.1g}, {m[f'top1_{name}_{mode}']:.0%}"
+                for mode in ACTIVATIONS
+            ))
+            for name in self.asked.exported
+        ]  # fmt: skip
+        columns = ("weights", *(f"{mode}: KL (nats), same best token" for mode in ACTIVATIONS))
+        return Table(columns, rows, right=columns[1:])
+
+    @property
+    def verdict_q18(self) -> str:
+        """Of the claim that static INT8 with unsuitable scales loses much accuracy, and where the loss comes from."""
+        m = self.metrics
+        points = {pair: 100 * m[f"top1_{pair}"] for pair in ("tensor_static", "tensor_token", "channel_token")}
+        lost = points["channel_token"] - points["tensor_static"]
+        weights = points["channel_token"] - points["tensor_token"]
+        if lost < MUCH:
+            return f"does not hold here: {lost:.0f} points of equal best tokens"
+        cause = "activations" if lost - weights > weights else "weights"
+        return (
+            f"holds here: one scale a matrix and static activations lose {lost:.0f} points of equal best tokens to a "
+            f"scale an output and a token; {max(weights, lost - weights):.0f} of them come from the {cause}"
+        )
+
+
+def drift_export(
+    p: DriftParams, *, progress: Progress | None = None, cancel: threading.Event | None = None
+) -> ExportResult:
+    """KL to the file's weights in fp32 activations of every pair of weights and activations.
+
+    Raises StoppedError when cancelled, BusyError, ParameterError for a text too short, and what `nanokit.load` raises.
+    """
+    progress = progress or Silent()
+    metrics: dict[str, float] = {}
+    with measuring("activation drift: exported INT8"):
+        progress.start(len(p.exported) + 1, "loading the model")
+        exact, text = exact_engine(p.model), p.texts[0]
+        windows = windows_of(exact, text, p)
+        expected = [scored(exact, window) for window in windows]
+        for name in p.exported:
+            stop_if(cancel)
+            progress.step(EXPORTED[name])
+            engine = load(
+                p.model or None, policy=EXPORTED[name], ctx=max(p.window_tokens, p.tokens), max_seqs=1,
+                kv_format=KV_FORMAT, prefix_cache=False,
+            )  # fmt: skip
+            engine.calibrate(text_start(engine, p.calibration, p.tokens))
+            for mode in ACTIVATIONS:
+                view = in_mode(engine, mode)
+                kls, same = compared(expected, (scored(view, window) for window in windows))
+                metrics |= {
+                    f"kl_mean_{name}_{mode}": float(kls.mean()),
+                    f"kl_se_{name}_{mode}": standard_error(kls),
+                    f"top1_{name}_{mode}": float(same.mean()),
+                }
+    settings = {
+        "model": exact.model.name,
+        "kv_format": KV_FORMAT,
+        "policies": {name: EXPORTED[name] for name in p.exported},
+        "exported_text": text,
+    }
+    return ExportResult(p, metrics, settings=settings)
