@@ -107,6 +107,12 @@ def _bench(args: argparse.Namespace) -> int:
     return console.main(args.kind, args.options)
 
 
+def _quality(args: argparse.Namespace) -> int:
+    from nanokit.lab.quality import console
+
+    return console.quality(args)
+
+
 # -- model, generate, chat --------------------------------------------------------------------------------------------
 
 
@@ -178,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_runs(commands)
     _add_bench(commands)
+    _add_quality(commands)
     lab = commands.add_parser("lab", help="open JupyterLab on the tour")
     lab.add_argument("notebook", nargs="?", default="00_tour", help="name (tour, 00_tour) or path")
     lab.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
@@ -276,6 +283,38 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench.set_defaults(command=_bench)
 
 
+def _add_quality(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    quality = commands.add_parser("quality", help="measure how far quantizing moves a model's predictions")
+    quality.add_argument("model", nargs="?", metavar="MODEL", help="as --model of generate (default: fetched once)")
+    quality.add_argument(
+        "--policy",
+        nargs="+",
+        action="extend",
+        help="such as int4-sym-g64, one or several; keep (the default) changes nothing",
+    )
+    quality.add_argument("--activations", help="as for generate")
+    quality.add_argument("--kv", dest="kv_format", help="format of the KV pages, as --kv-format of generate")
+    quality.add_argument("--ctx", type=int, metavar="N", help="length of a window; its second half is scored (512)")
+    quality.add_argument("--batch", type=int, metavar="B", help="windows computed together (1)")
+    quality.add_argument("--layout", help="page ids of a window: consecutive, the default, or scattered")
+    quality.add_argument("--text", help="a text of data/texts (evaluation)")
+    quality.add_argument("--windows", type=int, metavar="W", help="windows of the text (4)")
+    quality.add_argument(
+        "--task",
+        dest="tasks",
+        nargs="+",
+        action="extend",
+        metavar="T",
+        help="also score arithmetic, completion or chat",
+    )
+    quality.add_argument("--items", type=int, metavar="I", help="items of each task, spread evenly (60)")
+    quality.add_argument("--repeats", type=int, metavar="R", help="rounds of timing (3)")
+    quality.add_argument("--preset", help="smoke, quick (the default) or full: all windows, all items")
+    quality.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: one a core)")
+    quality.add_argument("--json", metavar="FILE", help="write the JSON there; - is standard output")
+    quality.set_defaults(command=_quality)
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, help="0 is greedy, the default")
@@ -293,7 +332,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", help=".gguf file, folder of safetensors, or org/name (default: fetched once)")
     group.add_argument("--ctx", type=int, help="longest prompt + answer, in tokens")
     group.add_argument("--kv-memory", help="memory for KV pages, such as 512MiB")
-    group.add_argument("--kv-format", help="fp32, fp16 (the default) or int8 pages; int4 but in the C kernels")
+    group.add_argument("--kv-format", help="fp32, fp16 (the default), int8, int8-static, int4 or kivi4 pages")
     group.add_argument("--device", help="cpu (the default), cuda: a GPU, or interpreter: the GPU's kernels without one")
     group.add_argument(
         "--activations",

@@ -139,4 +139,4 @@ def test_a_foreign_file_is_no_benchmark(content: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("load", "said"), [(None, False), (0.4, False), (2.0, False), (3.5, True)])
 def test_a_machine_that_was_busy_before_is_remarked(load: float | None, said: bool) -> None:
     """Neighbours that never pause spread no samples: a peer came out at a thirtieth of its speed without a word."""
-    assert bool(console._crowded({"load": load, "cores": 2})) == said
+    assert bool(console.crowded({"load": load, "cores": 2})) == said

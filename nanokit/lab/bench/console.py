@@ -44,12 +44,12 @@ def main(kind: str, arguments: Sequence[str]) -> int:
     if asked.json not in (None, "-"):
         schema.check_target(Path(str(asked.json)))
     if asked.threads is not None:
-        _use_threads(asked.threads)
+        use_threads(asked.threads)
     started, begun = datetime.now(UTC), time.perf_counter()
     where = provenance()
     benchmark = getattr(import_module(f"nanokit.lab.bench.{module}"), function)
-    result: BenchResult = benchmark(asked.params, progress=_progress())
-    result = replace(result, remarks=[*_crowded(where["machine"]), *result.remarks])
+    result: BenchResult = benchmark(asked.params, progress=terminal_progress())
+    result = replace(result, remarks=[*crowded(where["machine"]), *result.remarks])
     made = schema.document(result, where, started, time.perf_counter() - begun)
     _print(result, made, sys.stderr if asked.json == "-" else sys.stdout)
     if asked.json == "-":
@@ -59,7 +59,7 @@ def main(kind: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _crowded(machine: Mapping[str, Any]) -> list[str]:
+def crowded(machine: Mapping[str, Any]) -> list[str]:
     """A steady disturbance spreads no samples, so it is told by the load that was there before."""
     load, cores = machine["load"], machine["cores"]
     if load is None or load <= cores:
@@ -94,7 +94,7 @@ def _add_option(parser: argparse.ArgumentParser, knob: Knob) -> None:
     parser.add_argument(f"--{knob.name.replace('_', '-')}", dest=knob.name, metavar=knob.name.upper(), **how)
 
 
-def _use_threads(count: int) -> None:
+def use_threads(count: int) -> None:
     """For this process, before anything is loaded: both backends, and the peers after them."""
     import torch
 
@@ -102,7 +102,8 @@ def _use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _progress() -> Progress:
+def terminal_progress() -> Progress:
+    """A line on standard error that counts, where that is a terminal."""
     if not sys.stderr.isatty():
         return Silent()
 
