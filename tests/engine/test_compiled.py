@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from tiny import compiled_model, save_tiny, save_tiny_gguf, tiny_model
+from watched import Watcher
 
 from nanokit.engine.load import LoadedEngine, load
 from nanokit.engine.sampling import Sampling
 from nanokit.errors import ParameterError
 from nanokit.kernels.activations import MODES
 from nanokit.kernels.cpu.bound import KV_FORMATS
-from nanokit.kv.pages import BLOCK_SIZE, PagedKV
-from nanokit.model.batch import Batch
+from nanokit.kv.pages import PagedKV
 from nanokit.model.transformer import DEFAULT_ACTIVATIONS
 
 ONE = Sampling(max_tokens=6, ignore_eos=True)
@@ -113,34 +113,6 @@ def test_the_default_model_runs_compiled(default_model: Path) -> None:
 # -- what the scheduler does is invisible -----------------------------------------------------------------------------
 
 
-class Watcher:
-    """Forwards to the model and compares every row that comes back, hidden states and logits, bit for bit."""
-
-    def __init__(self, model: Any, kv_format: str) -> None:
-        self._model, self._kv_format = model, kv_format
-        self.vocab_size, self.head, self.config = model.vocab_size, model.head, model.config
-        self._written: dict[int, int] = {}
-        self.rows = 0
-
-    def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
-        hidden = self._model.forward(batch, kv)
-        start = 0
-        for query, length, table in zip(batch.query_lens, batch.kv_lens, batch.block_tables, strict=True):
-            slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(length)]
-            self._written.update(zip(slots[length - query :], batch.token_ids[start : start + query], strict=True))
-            history = [self._written[slot] for slot in slots]
-            pages = PagedKV(self.config, len(table), self._kv_format)
-            if kv.kv_peaks is not None:
-                pages.calibrate(kv.kv_peaks)
-            full = self._model.forward(Batch(history, [length], [length], [list(range(len(table)))]), pages)
-            got, expected = hidden[start : start + query], full[length - query :]
-            assert torch.equal(got, expected)
-            assert torch.equal(self.head.logits(got), self.head.logits(expected))
-            start += query
-            self.rows += query
-        return hidden
-
-
 def watched(path: Path, **options: Any) -> LoadedEngine:
     engine = load(path, ctx=400, **options)
     engine.model = Watcher(engine.model, engine.kv.kv_format)  # type: ignore[assignment]
@@ -178,15 +150,19 @@ def test_chunks_batches_and_prefix_hits_change_no_bit(file: Path, mode: str, kv_
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("kv_format", ["fp16", "kivi4"])
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix", "no prefix"])
-def test_preemption_changes_no_bit(file: Path, prefix_cache: bool) -> None:
-    """Seven blocks for eight sequences that need two each: what is computed again is what it was."""
-    per_block = PagedKV.bytes_per_block(load(file).model.config, "fp16")
-    engine = watched(file, kv_memory=7 * per_block, prefix_cache=prefix_cache, token_budget=64)
+def test_preemption_changes_no_bit(file: Path, prefix_cache: bool, kv_format: str) -> None:
+    """Seven blocks for eight sequences that need two each: what is computed again is what it was. A block that is used
+    again must not be read as it was sealed before."""
+    sizes = PagedKV.pool_bytes(load(file).model.config, kv_format, max_seqs=16, token_budget=64)
+    options = {"prefix_cache": prefix_cache, "kv_format": kv_format}
+    engine = watched(file, kv_memory=sizes.of(7), token_budget=64, **options)
+    assert engine.pool.num_blocks == 7
     asked, sampling = [ids[:60] for ids in prompts(8)], Sampling(max_tokens=24, ignore_eos=True)
     done = engine.generate(asked, sampling)
     assert sum(c.preemptions for c in done) > 0
-    assert [c.token_ids for c in done] == alone(file, asked, sampling)
+    assert [c.token_ids for c in done] == alone(file, asked, sampling, kv_format=kv_format)
     assert engine.pool.held == 0
 
 

@@ -166,9 +166,10 @@ def test_a_later_token_that_overflows_its_page_is_not_seen(kernels: Library) -> 
     assert torch.equal(_alone(world, kernels, text)[:40], clean[:40])
 
 
-def test_nan_comes_out(kernels: Library) -> None:
-    """A clamped exponential makes a number of NaN: broken weights would answer fluently."""
-    world = World(3, 1, 64, "fp16", 6)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_nan_comes_out(kernels: Library, kv_format: str) -> None:
+    """A clamped exponential makes a number of NaN, and a code cannot hold it: broken weights would answer fluently."""
+    world = World(3, 1, 64, kv_format, 6)
     text = world.text(70, [1, 0])
     text.k[20, 0, 3] = float("nan")
     out = _alone(world, kernels, text)

@@ -20,15 +20,13 @@ INLINE vf load(const void *from, long i, int format) {
                              : vf_load_int8((const int8_t *)from + i);
 }
 
-INLINE vf signed_codes(vi stored) { return vf_from_int(vi_sub(stored, vi_set(8))); }
-
 /* 16 tokens of group g, dimension i */
 INLINE vf key_at(int format, const Chunk *c, long dim, long g, long i) {
   const long at = (g * dim + i) * LANES;
-  if (format == KV_INT4) return signed_codes(vi_load_pairs((const uint8_t *)c->keys + at / 2));
+  if (format == KV_INT4) return vf_load_pairs((const uint8_t *)c->keys + at / 2, 8.0f);
   if (format == KV_KIVI4) {
     const float *p = c->key_params + g / 2 * 2 * dim + i;
-    return vf_fma(vf_from_int(vi_load_pairs((const uint8_t *)c->keys + at / 2)), vf_set(p[0]), vf_set(p[dim]));
+    return vf_fma(vf_load_pairs((const uint8_t *)c->keys + at / 2, 0.0f), vf_set(p[0]), vf_set(p[dim]));
   }
   return load(c->keys, at, format);
 }
@@ -37,10 +35,10 @@ INLINE vf key_at(int format, const Chunk *c, long dim, long g, long i) {
 INLINE vf value_at(int format, const Chunk *c, long dim, long t, long i) {
   const long half = dim / 2, upper = i >= half;
   const uint8_t *nibbles = (const uint8_t *)c->values + t * half + i - upper * half;
-  if (format == KV_INT4) return signed_codes(vi_load_halves(nibbles, (int)upper * 4));
+  if (format == KV_INT4) return vf_load_halves(nibbles, (int)upper * 4, 8.0f);
   if (format == KV_KIVI4) {
     const float *p = c->value_params + i / kivi_value_group(dim) * 2 * BLOCK + t;
-    return vf_fma(vf_from_int(vi_load_halves(nibbles, (int)upper * 4)), vf_set(p[0]), vf_set(p[BLOCK]));
+    return vf_fma(vf_load_halves(nibbles, (int)upper * 4, 0.0f), vf_set(p[0]), vf_set(p[BLOCK]));
   }
   return load(c->values, t * dim + i, format);
 }

@@ -95,14 +95,21 @@ INLINE void vf_store_half(uint16_t *p, vf x) {
 INLINE vf vf_load_int8(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
-/* sixteen numbers 0 ... 15: the low halves of 8 bytes, then their high ones; one half (shift: 0 or 4) of 16 bytes */
-INLINE vi vi_load_pairs(const uint8_t *p) {
-  __m128i x = _mm_loadl_epi64((const __m128i *)p);
-  return _mm512_cvtepu8_epi32(_mm_and_si128(_mm_unpacklo_epi64(x, _mm_srli_epi16(x, 4)), _mm_set1_epi8(15)));
+/* sixteen numbers of half a byte, less `zero`: the low halves of 8 bytes, then their high ones; one half (shift: 0 or 4)
+ * of 16 bytes. A permutation looks at the lowest four bits of its index alone: it masks, widens and subtracts in one. */
+INLINE vf vf_of_halves(__m512i index, float zero) {
+  const vf codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_permutexvar_ps(index, _mm512_sub_ps(codes, _mm512_set1_ps(zero)));
 }
-INLINE vi vi_load_halves(const uint8_t *p, int shift) {
-  __m128i x = _mm_srl_epi16(_mm_loadu_si128((const __m128i *)p), _mm_cvtsi32_si128(shift));
-  return _mm512_cvtepu8_epi32(_mm_and_si128(x, _mm_set1_epi8(15)));
+INLINE vf vf_load_pairs(const uint8_t *p, float zero) {
+  int64_t eight;
+  memcpy(&eight, p, 8);
+  const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
+  return vf_of_halves(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_set1_epi64x(eight)), shift), zero);
+}
+INLINE vf vf_load_halves(const uint8_t *p, int shift, float zero) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+  return vf_of_halves(_mm512_srl_epi32(bytes, _mm_cvtsi32_si128(shift)), zero);
 }
 INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }

@@ -117,29 +117,6 @@ INLINE vi vi_load(const void *from) {
   PART memcpy(&x.part[p], (const char *)from + p * 4 * NATIVE, 4 * NATIVE);
   return x;
 }
-#if defined(__AVX2__)
-INLINE vi vi_load_pairs(const uint8_t *from) {
-  const __m128i x = _mm_loadl_epi64((const __m128i *)from), low = _mm_set1_epi8(15);
-  return (vi){{(ni)_mm256_cvtepu8_epi32(_mm_and_si128(x, low)),
-               (ni)_mm256_cvtepu8_epi32(_mm_and_si128(_mm_srli_epi16(x, 4), low))}};
-}
-INLINE vi vi_load_halves(const uint8_t *from, int shift) {
-  __m128i x = _mm_srl_epi16(_mm_loadu_si128((const __m128i *)from), _mm_cvtsi32_si128(shift));
-  x = _mm_and_si128(x, _mm_set1_epi8(15));
-  return (vi){{(ni)_mm256_cvtepu8_epi32(x), (ni)_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))}};
-}
-#else
-INLINE vi vi_load_pairs(const uint8_t *from) {
-  int32_t codes[LANES];
-  for (int i = 0; i < LANES; i++) codes[i] = from[i % 8] >> i / 8 * 4 & 15;
-  return vi_load(codes);
-}
-INLINE vi vi_load_halves(const uint8_t *from, int shift) {
-  int32_t codes[LANES];
-  for (int i = 0; i < LANES; i++) codes[i] = from[i] >> shift & 15;
-  return vi_load(codes);
-}
-#endif
 INLINE void vi_store(void *to, vi x) { PART memcpy((char *)to + p * 4 * NATIVE, &x.part[p], 4 * NATIVE); }
 INLINE vi vi_add(vi a, vi b) { OF_PARTS(vi, A + B); }
 INLINE vi vi_sub(vi a, vi b) { OF_PARTS(vi, A - B); }
@@ -170,6 +147,31 @@ INLINE vi vi_or(vi a, vi b) { OF_PARTS(vi, A | B); }
 INLINE vi vi_xor(vi a, vi b) { OF_PARTS(vi, A ^ B); }
 INLINE vi vi_shift_left(vi a, int n) { OF_PARTS(vi, A << n); }
 INLINE void vi_store_int8(int8_t *to, vi x) { EACH to[i] = (int8_t)LANE(x); }
+#if defined(__AVX2__)
+INLINE vf vf_load_pairs(const uint8_t *from, float zero) {
+  const __m128i x = _mm_loadl_epi64((const __m128i *)from), low = _mm_set1_epi8(15);
+  const vi codes = {{(ni)_mm256_cvtepu8_epi32(_mm_and_si128(x, low)),
+                     (ni)_mm256_cvtepu8_epi32(_mm_and_si128(_mm_srli_epi16(x, 4), low))}};
+  return vf_sub(vf_from_int(codes), vf_set(zero));
+}
+INLINE vf vf_load_halves(const uint8_t *from, int shift, float zero) {
+  __m128i x = _mm_srl_epi16(_mm_loadu_si128((const __m128i *)from), _mm_cvtsi32_si128(shift));
+  x = _mm_and_si128(x, _mm_set1_epi8(15));
+  const vi codes = {{(ni)_mm256_cvtepu8_epi32(x), (ni)_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))}};
+  return vf_sub(vf_from_int(codes), vf_set(zero));
+}
+#else
+INLINE vf vf_load_pairs(const uint8_t *from, float zero) {
+  float codes[LANES];
+  for (int i = 0; i < LANES; i++) codes[i] = (float)(from[i % 8] >> i / 8 * 4 & 15) - zero;
+  return vf_load(codes);
+}
+INLINE vf vf_load_halves(const uint8_t *from, int shift, float zero) {
+  float codes[LANES];
+  for (int i = 0; i < LANES; i++) codes[i] = (float)(from[i] >> shift & 15) - zero;
+  return vf_load(codes);
+}
+#endif
 INLINE vi nibbles_low(vi a) { OF_PARTS(vi, A & 0x0f0f0f0f); }
 INLINE vi nibbles_high(vi a) { OF_PARTS(vi, (A >> 4) & 0x0f0f0f0f); }
 INLINE vi table_look_up(const uint8_t *table, vi index) {
