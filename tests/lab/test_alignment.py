@@ -97,6 +97,14 @@ def test_packed_buffers_begin_on_64_bytes(name: str, rows: int) -> None:
     assert min(parts.values()) >= 0
 
 
+def test_scales_that_fp16_does_not_hold_are_counted_with_four_bytes() -> None:
+    """Weights of tiny std keep their exponent: the account has to say what that takes."""
+    weights = np.random.default_rng(1).normal(size=(32, 192), scale=1e-9).astype(np.float32)
+    packed = pack("m", weight_format("int4-sym-g32").quantize(weights), Arena())
+    assert not packed.struct.scale16
+    assert parts_of(packed) == {"codes": 32 * 96, "scales": 32 * 6 * 4, "minimums": 0, "padding": 0}
+
+
 def test_a_moved_matrix_and_moved_pages_are_the_same(tiny: str) -> None:
     """A shift that forgets the scales would time another matrix; the offset has to be the one asked for."""
     linear = Linear(weight_format("int4-asym-g32").quantize(np.ones((33, 64), np.float32) * np.arange(64)))

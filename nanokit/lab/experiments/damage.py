@@ -9,9 +9,10 @@ meet two states:
                               reference over the vocabulary (lab/quality): KL, best token, perplexity.
 
 So the first says where a policy does harm and the second what it amounts to. Only weights differ; activations, keys and
-values stay in fp32. Of the first, rows are summed up by their median, without the first token of a window, whose state
-is a hundred times larger than any other. Every figure is against the file's own weights: where those have four bits
-already, so does the reference. `keep` rounds nothing: what it shows is the noise floor of the measurement.
+values stay in fp32. The first is looked at in one window of text, and its tokens are summed up by their median, without
+the first of them, whose state is a hundred times larger than any other. Every figure is against the file's own weights:
+where those have four bits already, so does the reference. `keep` rounds nothing: what it shows is the noise floor of
+the measurement.
 """
 
 import math
@@ -94,7 +95,7 @@ def damage(p: RangeParams, *, progress: Progress | None = None, cancel: threadin
         refs = [reference(p.model, count, text, p.length) for text, count in texts_of(p).items()]
         progress.step("layers")
         ids = [window for ref in refs for window in ref.windows]
-        walk = _Walk(source, weights, windows_of(source.config, ids), p.settings)
+        walk = _Walk(source, weights, [windows_of(source.config, each) for each in (ids, ids[:1])], p.settings)
         for index in range(len(weights.layers)):
             stop_if(cancel)
             walk.layer(index)
@@ -138,13 +139,14 @@ class _Remembered:
 class _Walk:
     """The states of the reference and of every policy, layer by layer."""
 
-    def __init__(self, source: ModelSource, weights: Weights, windows: Windows, settings: list[str]) -> None:
+    def __init__(self, source: ModelSource, weights: Weights, windows: list[Windows], settings: list[str]) -> None:
+        """windows: all of them, and the first alone, on which layers are judged."""
         self._source: Any = _Remembered(source)
         self._weights = find_weights(source.config, self._source)
-        self._windows = windows
+        self._windows, self._judged = windows
         self._policies = {name: requantized(self._source, POLICIES[name]) for name in settings}
         self._rounded = {name: find_weights(source.config, each) for name, each in self._policies.items()}
-        hidden = weights.embedding.dense()[windows.token_ids]
+        hidden = weights.embedding.dense()[self._windows.token_ids]
         self.hidden = hidden
         self.states: dict[str, Tensor] = dict.fromkeys(settings, hidden)
         self.outputs: dict[str, list[float]] = {name: [] for name in settings}
@@ -154,22 +156,13 @@ class _Walk:
         """One layer of everybody."""
         self._source.forget()
         exact = read_layer(self._weights, index)
-        after = run_layer(exact, self.hidden, self._windows)
+        before = self.hidden[: self._judged.lengths[0]]
+        after = run_layer(exact, before, self._judged)
         for name, weights in self._rounded.items():
             rounded = read_layer(weights, index)
-            found = run_layer(rounded, self.hidden, self._windows)
-            self.outputs[name].append(self._output_db(after, found))
+            self.outputs[name].append(output_db(before, after, run_layer(rounded, before, self._judged)))
             self.states[name] = run_layer(rounded, self.states[name], self._windows)
-        self.hidden = after
-
-    def _output_db(self, after: Tensor, found: Tensor) -> float:
-        """SQNR of what the layer adds, the median row; the state that it adds to is the same in both."""
-        keep = torch.ones(len(after), dtype=torch.bool)
-        keep[[rows.start for rows in self._windows.parts()]] = False
-        signal = (after - self.hidden)[keep].double().square().sum(1)
-        noise = (found - after)[keep].double().square().sum(1)
-        decibels = 10 * torch.log10(signal / noise)
-        return float(decibels.clamp(max=EXACT_DB).median())
+        self.hidden = run_layer(exact, self.hidden, self._windows)
 
     def last(self, name: str) -> Tensor:
         """States after the final norm, fp32 [rows, hidden_size]."""
@@ -186,6 +179,12 @@ class _Walk:
             ]
             found[name] = 8 * sum(each.nbytes for each in stored) / sum(math.prod(each.shape) for each in stored)
         return found
+
+
+def output_db(before: Tensor, after: Tensor, found: Tensor) -> float:
+    """SQNR of what a layer adds to the states of one window [tokens, hidden_size]: the median token, but the first."""
+    signal, noise = ((b - a)[1:].double().square().sum(1) for a, b in ((before, after), (after, found)))
+    return float((10 * torch.log10(signal / noise)).clamp(max=EXACT_DB).median())
 
 
 def _compared(walk: _Walk, refs: list[Reference]) -> tuple[dict[str, float], dict[str, list[float]]]:

@@ -68,7 +68,7 @@ class RangeParams(Params):
         high=64, by_preset={"smoke": 1, "quick": 2, "full": 8},
     )  # fmt: skip
     length: int = knob(
-        0, "of a window", unit="tokens", low=32, high=2048, by_preset={"smoke": 96, "quick": 256, "full": 512}
+        0, "of a window", unit="tokens", low=32, high=2048, by_preset={"smoke": 96, "quick": 192, "full": 512}
     )
     repeats: int = knob(0, "rounds of timing", low=2, high=50, by_preset={"smoke": 2, "quick": 5, "full": 15})
 

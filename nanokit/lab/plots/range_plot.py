@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
 
-from nanokit.lab.plots.house import DASHES, GREY, MARKERS, ORANGE, PALETTE, RED, color, figure
+from nanokit.lab.plots.house import DASHES, GREY, MARKERS, ORANGE, PALETTE, RED, figure
 
 if TYPE_CHECKING:
     from nanokit.lab.experiments.damage import DamageResult
@@ -100,12 +100,10 @@ def damage(result: "DamageResult") -> go.Figure:
 
 
 def outputs(result: "DamageResult") -> go.Figure:
-    """SQNR of what each layer adds to the true state, a line a setting."""
-    names = [name for name in result.asked.settings if name != "keep"]
-    series = {name: result.samples[f"output_db_{name}"] for name in names}
-    best = max(
-        (name for name in names if max(series[name]) < 150), key=lambda name: min(series[name]), default=names[0]
-    )
+    """SQNR of what each layer adds to the true state, a line a setting; those that change nothing are left out."""
+    series = {name: result.samples[f"output_db_{name}"] for name in result.asked.settings}
+    names = [name for name in series if min(series[name]) < 150] or list(series)
+    best = max(names, key=lambda name: min(series[name]))
     worst = min(names, key=lambda name: min(series[name]))
     at = series[worst].index(min(series[worst]))
     fig = figure(
@@ -117,9 +115,9 @@ def outputs(result: "DamageResult") -> go.Figure:
     )
     for index, name in enumerate(names):
         fig.add_scatter(
-            x=list(range(len(series[name]))), y=[round(min(value, 60.0), 2) for value in series[name]], name=name,
+            x=list(range(len(series[name]))), y=[round(value, 2) for value in series[name]], name=name,
             mode="lines+markers", marker={"symbol": MARKERS[index % len(MARKERS)], "size": 5},
-            line={"color": color(name, index), "width": 1.6, "dash": DASHES[index % len(DASHES)]},
+            line={"color": PALETTE[index % 6], "width": 1.6, "dash": DASHES[index % len(DASHES)]},
         )  # fmt: skip
     fig.update_layout(showlegend=True, margin_r=120)
     return fig
