@@ -164,11 +164,11 @@ def test_parameters_that_show_nothing_are_refused() -> None:
 
 
 def made_up(maths: float, chat: float, own: float, outside: float, token: float, price: float) -> tuple[Any, ...]:
-    """maths, chat: highest points that static may have gained over a16; own: KL of static with its own scales, where
-    it is 1 with the calibration's; token: lowest points that a scale a token may have gained over static."""
+    """maths: highest points that static may have gained over a16, chat: lowest; own: KL of static with its own scales,
+    where it is 1 with the calibration's; token: lowest points that a scale a token may have gained over static."""
     p = DriftParams(preset="quick")
     points = {f"points_{mode}_{task}": 50.0 for mode in ("static", "token", "a16") for task in p.tasks}
-    ends = {"static_over_a16_arithmetic": (maths - 9, maths), "static_over_a16_chat": (-9, chat),
+    ends = {"static_over_a16_arithmetic": (maths - 9, maths), "static_over_a16_chat": (chat, chat + 9),
             "token_over_static_arithmetic": (token, token + 9)}  # fmt: skip
     for name, (low, high) in ends.items():
         points |= {f"gained_points_{name}": low, f"gained_points_low_{name}": low, f"gained_points_high_{name}": high}
@@ -181,13 +181,13 @@ def made_up(maths: float, chat: float, own: float, outside: float, token: float,
 @pytest.mark.parametrize(
     ("figures", "found", "verdict"),
     [
-        ((-20, 5, 0.1, 3, 20, 1.0), [True, True, True], "holds here"),
+        ((-20, -9, 0.1, 3, 20, 1.0), [True, True, True], "holds here"),
         (
-            (-20, 5, 0.95, 140, 20, 1.0),
+            (-20, -9, 0.95, 140, 20, 1.0),
             [True, False, False],
             "holds here in part: the symptom, not the cause or the rule",
         ),
-        ((-20, -1, 0.95, 140, 20, 1.0), [False, False, False], "does not hold here"),
+        ((-20, -21, 0.95, 140, 20, 1.0), [False, False, False], "does not hold here"),
         ((3, 5, 0.2, 140, 20, 1.0), [False, True, False], "holds here in part: the cause, not the symptom or the rule"),
     ],
 )

@@ -27,7 +27,7 @@ class Statement:
 
 
 def statements_q12(seen: ProfileResult, damage: DamageResult, points: PointsResult) -> list[Statement]:
-    """Symptom, cause and rule."""
+    """Symptom, cause and rule. Mathematics falls by more than chat when the intervals of the two falls are apart."""
     m, p = points.metrics, points.asked
     parts, fell = [], False
     for task in p.tasks:
@@ -35,9 +35,8 @@ def statements_q12(seen: ProfileResult, damage: DamageResult, points: PointsResu
         parts.append(
             f"{task} {m[f'points_{EXACT}_{task}']:.0f} to {m[f'points_{FIXED}_{task}']:.0f} ({low:+d} to {high:+d})"
         )
-    if MATHS in p.tasks:
-        fell = points.pair(FIXED, EXACT, MATHS)[2] < 0
-    spared = CHAT in p.tasks and points.pair(FIXED, EXACT, CHAT)[2] >= 0
+    if {MATHS, CHAT} <= set(p.tasks):
+        fell = points.pair(FIXED, EXACT, MATHS)[2] < min(0.0, points.pair(FIXED, EXACT, CHAT)[1])
     others = p.texts[1:] or p.texts
     fixed, own = ([damage.metrics[f"kl_mean_{name}_{text}"] for text in others] for name in ("static", "static_own"))
     part = 1 - sum(own) / sum(fixed)
@@ -45,7 +44,7 @@ def statements_q12(seen: ProfileResult, damage: DamageResult, points: PointsResu
     ill, places = seen.metrics[f"absolute_alarms_{healthy}"], seen.metrics["places"]
     return [
         Statement(
-            "symptom: mathematics fails, chat does not", fell and spared, "points of a16 to static: " + ", ".join(parts)
+            "symptom: mathematics falls, chat not, or by less", fell, "points of a16 to static: " + ", ".join(parts)
         ),
         Statement(
             "cause: drift away from the calibration text",

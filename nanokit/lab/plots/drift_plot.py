@@ -1,5 +1,6 @@
 """Figures of activation drift: what a healthy model looks like, how far other texts are from it, and what breaks."""
 
+from math import log10
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
@@ -36,16 +37,17 @@ def _by_layer(fig: go.Figure, series: dict[str, list[float]], right: int = 132) 
 
 def drift_profile(result: "ProfileResult") -> go.Figure:
     """Std by layer and place in a healthy model, beside the absolute rule."""
-    m, text = result.metrics, result.asked.calibration
-    block = result.layers("std", BLOCK)
+    m, block = result.metrics, result.layers("std", BLOCK)
     above = sum(value > ABNORMAL for value in block)
     fig = figure(
-        f"Healthy ({text}.txt), and yet {above} of {len(block)} attention blocks have a std above {ABNORMAL};<br>"
-        f"of all {m['places']:.0f} places only {m['profile_places_normal']:.0f} lie in the band of .6 to 1.0",
+        f"Healthy, and yet {above} of {len(block)} attention blocks have a std above {ABNORMAL};<br>"
+        f"of all {m['places']:.0f} places only {m['profile_places_normal']:.0f} lie within .6 to 1.0",
         x="layer", y="std, position 0 left out", height=430,
     )  # fmt: skip
     fig.add_hrect(y0=NORMAL[0], y1=NORMAL[1], fillcolor=GREY, opacity=0.25, line_width=0)
-    mark(fig, "the account's alarm: 1.5", y=ABNORMAL)
+    fig.add_hline(y=ABNORMAL, line={"color": GREY, "dash": "dash", "width": 1.5})
+    # A position on a logarithmic axis is its exponent, and `add_hline` puts its label at the value.
+    fig.add_annotation(x=4, y=log10(ABNORMAL), yshift=10, text=f"the account's alarm: {ABNORMAL}")
     _by_layer(fig, {place: result.layers("std", place) for place in SEEN}, right=160)
     fig.update_yaxes(type="log", dtick=1)
     return fig
@@ -79,7 +81,7 @@ def drift_ratios(result: "ProfileResult") -> go.Figure:
     p, m = result.asked, result.metrics
     alarms = ", ".join(f"{text} {m[f'alarms_{text}']:.0f}" for text in p.texts)
     fig = figure(
-        f"Std beside the profile of {p.calibration}.txt; alarms by ratio: {alarms}<br>of {m['places']:.0f} places",
+        f"Alarms by ratio to the profile, of {m['places']:.0f} places:<br>{alarms}",
         x="layer", y="std over the profile's (ratio)", height=400,
     )  # fmt: skip
     for index, text in enumerate(p.texts):
@@ -94,7 +96,6 @@ def drift_ratios(result: "ProfileResult") -> go.Figure:
     for bound in (p.std_ratio, 1 / p.std_ratio):
         mark(fig, f"alarm: {bound:.2f}", y=bound)
     fig.update_layout(showlegend=True, margin_r=120, legend={"x": 1.01, "xanchor": "left", "bgcolor": "rgba(0,0,0,0)"})
-    fig.update_yaxes(type="log", dtick="D1")
     return fig
 
 
