@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nanokit.model.config import ModelConfig
     from nanokit.model.weights import LayerWeights, Linear, Matrix, Weights
 
-PAGES = ("fp32", "fp16", "int8", "int4")
+PAGES = ("fp32", "fp16", "int8", "int8-static", "int4")
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class Bound:
         """Resolve positions, slots, tiles and pages of a step. Sequences without new tokens take no part in it."""
         if pages.kv_format not in PAGES:
             raise ParameterError("no such pages in the Triton kernels", found=pages.kv_format, needed=", ".join(PAGES))
+        pages.begin_step(batch)
         step = make_step(batch, pages.block_size, self._tile_rows, self._device)
         self._rotation = rotation = self._rotation.reaching(step.longest)
         return Plan(step, rotation.cos[step.positions], rotation.sin[step.positions], pages)
@@ -182,7 +183,7 @@ class Bound:
         k = multiply(layer.k, x).unflatten(-1, (config.num_kv_heads, config.head_dim))
         v = multiply(layer.v, x).unflatten(-1, (config.num_kv_heads, config.head_dim))
         norms = (layer.q_norm, layer.k_norm, config.rms_eps)
-        rotate_and_store(q, k, v, plan.cos, plan.sin, plan.step.slots, pages, *norms)
+        rotate_and_store(q, k, v, plan.cos, plan.sin, plan.step.slots, pages, *norms, peaks=plan.pages.peaks(index))
         return attention(q, pages, plan.step, scale=config.head_dim**-0.5).flatten(1)
 
 

@@ -29,11 +29,14 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    *,
+    peaks: Tensor | None = None,
 ) -> None:
     """Norm and rotate q [rows, Hq, d] in place; norm and rotate k, and store k and v [rows, Hk, d] in the pages.
 
     fp32 all; k and v stay as they are. cos, sin fp32 [rows, d / 2]; slots int64 [rows], each another and within the
     pages (not checked: that would wait for the device). q_norm, k_norm: weights fp32 [d] of each head's norm, or None.
+    peaks: fp32 [2, Hk], what keys and values in pages of codes are scaled by; None: each token's own.
     Raises ParameterError for tensors that a kernel cannot take, and for heads that are no multiple of 16.
     """
     rows, heads, dim = checked("the queries", q, torch.float32, (-1, -1, -1)).shape
@@ -48,10 +51,12 @@ def rotate_and_store(
     for name, weight in (("the queries' norm", q_norm), ("the keys' norm", k_norm)):
         if weight is not None:
             checked(name, weight, torch.float32, (dim,))
+    if peaks is not None:
+        checked("the peaks", peaks, torch.float32, (2, kv_heads))
     keys, values, key_scales, value_scales, block_size = _checked_pages(pages, kv_heads, dim)
     launch(
         device.rotate_and_store, (rows, heads + kv_heads), q, k, v, cos, sin, slots, q_norm, k_norm, eps,
-        keys, values, key_scales, value_scales,
+        keys, values, key_scales, value_scales, peaks,
         heads, kv_heads, dim, block_size, LIMITS[pages.keys.dtype], triton.next_power_of_2(dim // 2), warps=1,
     )  # fmt: skip
 

@@ -118,7 +118,7 @@ def load(
     (if None, room for max_seqs sequences of ctx tokens up to 1 GiB, and for at least one). max_seqs: sequences that run
     at once. token_budget: tokens computed a step. prefix_cache: reuse pages of equal prompt beginnings. kv_format:
     "fp32", "fp16", "int8", "int8-static", "int4" or "kivi4" pages (nanokit/kv/pages.py says what each keeps; a GPU has
-    no "int8-static" and "kivi4"); None is fp16, and fp32 where activations are fp32. "int8-static" is calibrated on a
+    no "kivi4"); None is fp16, and fp32 where activations are fp32. "int8-static" is calibrated on a
     text of the kit's own.
     activations: how the inputs of products are kept, one of kernels.activations.MODES; None is a8g32 in the C and
     Triton kernels, and fp32, which computes as transformers does, where C cannot run the model. "static" is calibrated

@@ -42,7 +42,7 @@ DTYPES = {
     "fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8, "int8-static": torch.int8, "int4": torch.uint8,
     "kivi4": torch.float16,
 }  # fmt: skip
-CPU_FORMATS = ("int8-static", "kivi4")  # which the Triton kernels do not have
+CPU_FORMATS = ("kivi4",)  # which the Triton kernels do not have
 SCALED = ("int8", "int8-static", "int4")
 
 
@@ -103,6 +103,7 @@ class PagedKV:
     ) -> None:
         self.num_blocks, self.kv_format, self.device = num_blocks, kv_format, torch.device(device)
         self.kv_peaks: Tensor | None = None
+        self._layer_peaks: list[Tensor] = []
         self._peaks_shape = (shape.num_layers, 2, shape.num_kv_heads)
         tensors = _tensors(shape, kv_format)
         self._open: OpenPages | None = None
@@ -148,14 +149,15 @@ class PagedKV:
 
     def peaks(self, index: int) -> Tensor | None:
         """Of int8-static pages: what keys and values of each head are scaled by, fp32 [2, Hk]; else None."""
-        return None if self.kv_peaks is None else self.kv_peaks[index]
+        return None if self.kv_peaks is None else self._layer_peaks[index]
 
     def calibrate(self, peaks: Tensor) -> None:
         """Set the largest magnitudes, fp32 [layers, 2 (keys, values), Hk], that tokens written from now on are scaled
         by. Raises ParameterError for peaks that are no scales of these pages, and for another format."""
         if self.kv_format != "int8-static":
             raise ParameterError("only int8-static pages are calibrated", found=self.kv_format, needed="int8-static")
-        self.kv_peaks = checked_peaks(peaks, self._peaks_shape).to(self.device)
+        self.kv_peaks = checked_peaks(peaks, self._peaks_shape)
+        self._layer_peaks = [layer.to(self.device, copy=True) for layer in self.kv_peaks]  # each on 16 bytes and more
 
     def begin_step(self, batch: Batch) -> list[int]:
         """Called by whoever plans a step, before it is run. Returns the blocks to seal after its tokens are written and

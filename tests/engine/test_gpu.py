@@ -50,7 +50,7 @@ def test_answers_are_those_of_the_cpu(file: Path, sampling: Sampling) -> None:
 
 
 def test_what_the_device_takes_by_itself(file: Path) -> None:
-    """Modes and pages as beside the C kernels, and int4 pages, which these lack."""
+    """Modes and pages as beside the C kernels, but for pages that are sealed."""
     with pytest.warns(UserWarning, match=r"tiny\.gguf runs in Triton's interpreter.*minutes"):
         engine = load(file, device="interpreter", ctx=64, max_seqs=1)
     assert (engine.model.activations, engine.kv.kv_format) == ("a8g32", "fp16")
@@ -58,9 +58,8 @@ def test_what_the_device_takes_by_itself(file: Path) -> None:
     small = load(file, device="interpreter", kv_format="int4", ctx=64, max_seqs=1)
     [done] = small.generate([[5, 9]], Sampling(max_tokens=1, ignore_eos=True))
     assert len(done.token_ids) == 1
-    assert load(file, kv_format="int4", activations="fp32", ctx=64).kv.kv_format == "int4"
-    with pytest.raises(ParameterError, match=r"(?s)C kernels have no int4 pages.*int8"):
-        load(file, kv_format="int4")
+    with pytest.raises(ParameterError, match=r"(?s)Triton kernels have no kivi4 pages.*int8"):
+        load(file, device="interpreter", kv_format="kivi4")
 
 
 def test_static_activations_are_calibrated_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,8 @@ def pages_of(engine: LoadedEngine, blocks: int) -> PagedKV:
 @given(kv_format=st.sampled_from(list(DTYPES)), chance=st.integers(0, 10**6))
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_tokens_rolled_back_leave_no_trace(file: Path, kv_format: str, chance: int) -> None:
-    """Drafts of up to 64 tokens, over the border of a page or not, of which some are taken, and now and then a step that
-    goes back further: what is written in their place gives the bits of a sequence that never saw them."""
+    """Drafts of up to 64 tokens, over the border of a page or not, of which some are taken, and now and then a step
+    that goes back further: what is written in their place gives the bits of a sequence that never saw them."""
     draw, engine = Random(chance), model_of(file, kv_format)
     ids = [draw.randrange(331) for _ in range(480)]
     table = draw.sample(range(12), 8)
@@ -161,10 +161,3 @@ def test_static_scales_come_from_the_text_they_are_given(file: Path) -> None:
         load(file, kv_format="int8", ctx=512).calibrate_kv(ids)
 
 
-@pytest.mark.parametrize("kv_format", ["int8-static", "kivi4"])
-def test_a_device_without_such_pages_refuses_them_by_name(file: Path, kv_format: str) -> None:
-    pytest.importorskip("triton")
-    from nanokit.errors import NanokitError
-
-    with pytest.raises(NanokitError, match=f"Triton kernels have no {kv_format} pages|interpreter"):
-        load(file, kv_format=kv_format, device="interpreter")

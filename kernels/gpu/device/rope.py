@@ -10,6 +10,8 @@ import triton.language as tl
 from nanokit.kernels.gpu.device.activations import magnitudes, scale_and_inverse, to_codes
 from nanokit.kernels.gpu.device.rows import inverse_rms
 
+INFINITE = tl.constexpr(0x7F800000)  # as `magnitudes` gives it
+
 
 @triton.jit
 def _rotated(x_ptr, norm_ptr, cos, sin, i, inside, eps, DIM: tl.constexpr):
@@ -24,9 +26,12 @@ def _rotated(x_ptr, norm_ptr, cos, sin, i, inside, eps, DIM: tl.constexpr):
 
 
 @triton.jit
-def _quantized(first, second, scale_ptr, LIMIT: tl.constexpr):
-    """Codes of both halves of a head by their common peak; stores the scale."""
+def _quantized(first, second, scale_ptr, peak_ptr, LIMIT: tl.constexpr):
+    """Codes of both halves of a head by their common peak, or by one that is given; stores the scale. A peak that is
+    not finite stays, since codes cannot hold it."""
     peak = tl.maximum(tl.max(magnitudes(first), axis=0), tl.max(magnitudes(second), axis=0))
+    if peak_ptr is not None:
+        peak = tl.where(peak < INFINITE, magnitudes(tl.load(peak_ptr)), peak)
     scale, inverse = scale_and_inverse(peak, LIMIT)
     tl.store(scale_ptr, scale)
     return to_codes(first, inverse, LIMIT), to_codes(second, inverse, LIMIT)
@@ -41,17 +46,21 @@ def _change_nibble(word_ptr, shift, codes, inside):
 
 @triton.jit
 def _store(
-    k, k_second, v, v_second, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, slot, head, i, inside,
+    k, k_second, v, v_second, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, peaks_ptr, slot, head, i, inside,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """One token's key and value of one head into layout 1 of nanokit/kv/pages.py. LIMIT: 0 (numbers), 127 or 7."""
+    """One token's key and value of one head, as nanokit/kv/pages.py draws them. LIMIT: 0 (numbers), 127 or 7.
+    peaks_ptr: what the keys of each head are scaled by, then the values; None: their own."""
     page = slot // BLOCK_SIZE * KV_HEADS + head
     offset = slot % BLOCK_SIZE
     group = page * (BLOCK_SIZE // 16) + offset // 16
     lane = offset % 16
     if LIMIT != 0:
-        k, k_second = _quantized(k, k_second, key_scales_ptr + page * BLOCK_SIZE + offset, LIMIT)
-        v, v_second = _quantized(v, v_second, value_scales_ptr + page * BLOCK_SIZE + offset, LIMIT)
+        at = page * BLOCK_SIZE + offset
+        key_peak = None if peaks_ptr is None else peaks_ptr + head
+        value_peak = None if peaks_ptr is None else peaks_ptr + KV_HEADS + head
+        k, k_second = _quantized(k, k_second, key_scales_ptr + at, key_peak, LIMIT)
+        v, v_second = _quantized(v, v_second, value_scales_ptr + at, value_peak, LIMIT)
     if LIMIT == 7:
         words = keys_ptr + group * (DIM * 2) + lane // 4 % 2 + i * 2
         shift = (lane % 4 * 8 + lane // 8 * 4).to(tl.int32)
@@ -71,7 +80,7 @@ def _store(
 @triton.jit
 def rotate_and_store(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps,
-    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+    keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, peaks_ptr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, LIMIT: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
@@ -94,6 +103,6 @@ def rotate_and_store(
         v = tl.load(v_ptr + at + i, mask=inside, other=0.0)
         v_second = tl.load(v_ptr + at + DIM // 2 + i, mask=inside, other=0.0)
         _store(
-            k, k_second, v, v_second, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+            k, k_second, v, v_second, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, peaks_ptr,
             tl.load(slots_ptr + row), head - HEADS, i, inside, KV_HEADS, DIM, BLOCK_SIZE, LIMIT,
         )  # fmt: skip

@@ -17,9 +17,10 @@ from nanokit.kernels import reference
 from nanokit.kernels.gpu import attention as gpu
 from nanokit.kernels.gpu import runtime
 from nanokit.kernels.gpu.attention import attention, tile_rows
+from nanokit.kernels.gpu.bound import PAGES
 from nanokit.kernels.gpu.step import make_step
 from nanokit.kernels.paged import read_kv, write_kv
-from nanokit.kv.pages import BLOCK_SIZE, DTYPES, PagedKV
+from nanokit.kv.pages import BLOCK_SIZE, PagedKV
 from nanokit.model.batch import Batch
 
 HEADS = [(3, 3, 16), (3, 1, 48), (9, 3, 64), (7, 1, 64), (8, 2, 80), (8, 1, 96), (4, 1, 128), (1, 1, 256), (20, 1, 32)]
@@ -28,7 +29,7 @@ properties = settings(max_examples=12, deadline=None)
 
 worlds = st.builds(
     lambda heads, kv_format, seed: World(*heads, kv_format, seed),
-    st.sampled_from(HEADS), st.sampled_from(list(DTYPES)), st.integers(0, 99),
+    st.sampled_from(HEADS), st.sampled_from(list(PAGES)), st.integers(0, 99),
 )  # fmt: skip
 lengths = st.one_of(st.integers(1, 90), st.sampled_from([15, 16, 17, 63, 64, 65, 127, 129, 255, 256, 257, 300, 513]))
 
@@ -106,7 +107,7 @@ def test_a_row_is_the_same_bits_however_the_work_is_cut(world: World, length: in
     assert torch.equal(torch.cat(pieces), alone)
 
 
-@pytest.mark.parametrize("kv_format", DTYPES)
+@pytest.mark.parametrize("kv_format", PAGES)
 @pytest.mark.parametrize("length", [1, 17, 64, 257])
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, in the interpreter
 def test_what_an_earlier_use_left_in_a_page_is_not_seen(kv_format: str, length: int) -> None:
@@ -189,7 +190,7 @@ def test_queries_that_do_not_fit_are_refused(q: tuple[int, ...]) -> None:
     assert "fit" in (said := _refused(World(4, 2, 32, "int8", 0), q=q)) or "not for the kernel" in said
 
 
-@pytest.mark.parametrize("kv_format", DTYPES)
+@pytest.mark.parametrize("kv_format", PAGES)
 def test_pages_that_do_not_fit_are_refused(kv_format: str) -> None:
     """Pages of other blocks, in another type, without their scales or with a neighbour's."""
     world = World(4, 2, 32, kv_format, 0)
