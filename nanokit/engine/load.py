@@ -118,15 +118,14 @@ def load(
     (if None, room for max_seqs sequences of ctx tokens up to 1 GiB, and for at least one). max_seqs: sequences that run
     at once. token_budget: tokens computed a step. prefix_cache: reuse pages of equal prompt beginnings. kv_format:
     "fp32", "fp16", "int8", "int8-static", "int4" or "kivi4" pages (nanokit/kv/pages.py says what each keeps; a GPU has
-    no "kivi4"); None is fp16, and fp32 where activations are fp32. "int8-static" is calibrated on a
-    text of the kit's own.
-    activations: how the inputs of products are kept, one of kernels.activations.MODES; None is a8g32 in the C and
-    Triton kernels, and fp32, which computes as transformers does, where C cannot run the model. "static" is calibrated
-    on a text of the kit's own. policy: quantize the weights on their way in, as "int4-sym-g64" (nanokit/quant/policy.py
-    has the grammar); None runs them as they are stored. device: "cpu"; "cuda", a GPU; or "interpreter", the GPU's
-    kernels run by Triton's interpreter, to be read and tested and far too slow for a real model. rope_freq_base,
-    rope_freq_scale: override the model's own values (or supply a base that a file lacks), with `force` only; `force`
-    also allows a ctx beyond what the model was trained for. mapped: leave the layers' weights in their file and widen them again in every step; None
+    no "kivi4"); None is fp16, and fp32 where activations are fp32. activations: how the inputs of products are kept,
+    one of kernels.activations.MODES; None is a8g32 in the C and Triton kernels, and fp32, which computes as
+    transformers does, where C cannot run the model. "int8-static" and "static" are calibrated on a text of the kit's
+    own. policy: quantize the weights on their way in, as "int4-sym-g64" (nanokit/quant/policy.py has the grammar); None
+    runs them as they are stored. device: "cpu"; "cuda", a GPU; or "interpreter", the GPU's kernels run by Triton's
+    interpreter, to be read and tested and far too slow for a real model. rope_freq_base, rope_freq_scale: override the
+    model's own values (or supply a base that a file lacks), with `force` only; `force` also allows a ctx beyond what
+    the model was trained for. mapped: leave the layers' weights in their file and widen them again in every step; None
     does so, with a warning, only when they do not fit into memory.
 
     Raises ModelFileError, TokenizerError, MemoryBudgetError, ParameterError, FetchError, NoGpuError.

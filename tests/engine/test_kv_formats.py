@@ -159,5 +159,3 @@ def test_static_scales_come_from_the_text_they_are_given(file: Path) -> None:
     second.abort(running)
     with pytest.raises(ParameterError, match="only int8-static"):
         load(file, kv_format="int8", ctx=512).calibrate_kv(ids)
-
-
