@@ -31,7 +31,7 @@ class Sampling:
     the answer. stop: strings that end the answer and are not part of it (one string is taken as a list of
     one). seed: None draws one, which the result records. ignore_eos: go on past end-of-sequence tokens.
     suppress: token ids never drawn. activations: how the inputs of products are kept while this request is computed,
-    one of kernels.activations.MODES; None is the engine's own mode.
+    one of kernels.activations.MODES; None is the engine's own mode. A step reads the weights once for each mode in it.
     """
 
     temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 0.0
