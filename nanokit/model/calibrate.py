@@ -34,7 +34,7 @@ from nanokit.model.windows import Windows, attended, read_layer, windows_of
 from nanokit.paths import data_dir
 from nanokit.quant.awq import column_scales
 from nanokit.quant.gptq import gptq
-from nanokit.quant.policy import Choice
+from nanokit.quant.policy import CLASSES, Choice
 from nanokit.quant.qtensor import QTensor
 from nanokit.quant.rounding import check_searchable, search
 from nanokit.quant.weight_format import WeightFormat
@@ -89,7 +89,7 @@ def calibrated(
         if choice.format is not None and choice.method:
             check_searchable(choice.format)
     walk = _Walk(weights, choices, windows_of(source.config, token_ids))
-    count = source.config.num_layers
+    count = walk.layers_to_go()
     for index in range(count):
         if progress is not None:
             progress(index, count, f"rounding layer {index}")
@@ -110,6 +110,11 @@ class _Walk:
         self._changed: set[str] = set()  # by a fold
         self.matrices: dict[str, QTensor] = {}
         self.vectors: dict[str, Tensor] = {}
+
+    def layers_to_go(self) -> int:
+        """The layers up to the last that is rounded with the text in view; all of them for the head."""
+        asking = [index for index, names in enumerate(self._weights.layers) if self._asks(names, CLASSES["all"])]
+        return len(self._weights.layers) if self._head_choice() else max(asking, default=-1) + 1
 
     def layer(self, index: int) -> None:
         """Round a layer and go through it."""
@@ -137,11 +142,18 @@ class _Walk:
     def head(self) -> None:
         """Round the head, where it asks for a text. (A tied embedding's rows were the windows' first hidden states as
         they are stored.)"""
-        matrix = self._weights.head.weight if self._weights.head else self._weights.embedding
-        choice = self._choices.get(matrix.name)
-        if choice is not None and choice.method in DATA_METHODS:
+        choice, matrix = self._head_choice(), self._head()
+        if choice is not None:
             hidden = rms_norm(self._hidden, self._weights.final_norm.dense(), self._config.rms_eps)
             self.matrices[matrix.name] = _rounded(matrix, matrix.dense(), choice, _moments(hidden))
+
+    def _head(self) -> Matrix:
+        return self._weights.head.weight if self._weights.head else self._weights.embedding
+
+    def _head_choice(self) -> Choice | None:
+        """That of a head that is rounded with the text in view."""
+        choice = self._choices.get(self._head().name)
+        return choice if choice is not None and choice.method in DATA_METHODS else None
 
     def _normed(
         self, layer: Layer, names: LayerWeights, norm: str, readers: tuple[str, ...]
@@ -211,7 +223,7 @@ class _Walk:
     def _folds(self, names: LayerWeights, concerned: tuple[str, ...], *askers: str) -> bool:
         """Whether one of `askers` is rounded by awq, and all matrices that a fold concerns are rounded."""
         chosen = {role: self._choices.get(getattr(names, role).weight.name) for role in (*concerned, *askers)}
-        wanted = any(chosen[role] is not None and chosen[role].method == "awq" for role in askers)  # type: ignore[union-attr]
+        wanted = any((choice := chosen[role]) is not None and choice.method == "awq" for role in askers)
         return wanted and all(chosen[role] is not None for role in concerned)
 
     def _format(self, names: LayerWeights, role: str) -> WeightFormat:
