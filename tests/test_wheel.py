@@ -16,9 +16,10 @@ from nanokit import paths
 from nanokit.lab.cell import find_notebook
 assert paths.PACKAGE.is_relative_to({site!r}), paths.PACKAGE
 print(paths.notebooks_dir().relative_to(paths.PACKAGE))
-print((paths.data_dir() / "texts" / "lighthouse.txt").stat().st_size > 1000)
+data = paths.data_dir()
+print(all((data / name).stat().st_size > 1000 for name in ("texts/lighthouse.txt", "tasks/chat.jsonl")))
 print(find_notebook("tour").name)
-import nanokit.kernels.reference, nanokit.lab.plots, nanokit.engine.load
+import nanokit.kernels.reference, nanokit.lab.plots, nanokit.lab.quality.console, nanokit.engine.load
 from nanokit.kernels.cpu.build import SOURCES
 print(*sorted(path.name for path in SOURCES.iterdir()), sep=",")
 print(importlib.util.find_spec("kernels"))

@@ -14,7 +14,7 @@ from nanokit.lab.quality.reference import reference
 
 pytestmark = pytest.mark.model
 
-WINDOWS = 2
+WINDOWS = 5
 
 
 def measured(path: Path, activations: str = "a16", kv: str = "fp32", policy: str | None = None) -> Divergences:
