@@ -98,7 +98,7 @@ INLINE int64_t kivi_value_group(int64_t dim) { return dim % 32 ? dim : 32; }
 INLINE int64_t kivi_value_params(int64_t dim) { return dim / kivi_value_group(dim) * 2 * BLOCK; }
 INLINE int64_t kivi_record(int64_t dim) { return BLOCK * dim + 2 * (KIVI_KEY_PARAMS * dim + kivi_value_params(dim)); }
 
-/* attention.c. A plan is made once a step, and used in every layer in this order:
+/* attention.c, plan.c. A plan is made once a step, and used in every layer in this order:
  *   attention_write  for all writes of the plan, each of a row or of some rows whose tokens share bytes: q and k
  *                    normalized (where the model has q_norm) and rotated, k and v into their pages;
  *                    q [rows][heads * head_dim] is changed in place; k, v [rows][kv_heads * head_dim]
@@ -112,7 +112,7 @@ struct Attention {
   const Step *step;
   float *q, *k, *v, *out;
   long writes, tasks;
-  void *private_plan; /* owned; attention.c's */
+  void *private_plan; /* owned; of plan.h */
 };
 void attention_write_rows(const Attention *a, long layer, long first_row, long end_row); /* kv.c */
 /* 0, or -1 when memory is lacking. threads: how finely to cut; never changes a result. */
