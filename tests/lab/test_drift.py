@@ -172,10 +172,10 @@ def made_up(maths: float, chat: float, own: float, outside: float, token: float,
             "token_over_static_arithmetic": (token, token + 9)}  # fmt: skip
     for name, (low, high) in ends.items():
         points |= {f"gained_points_{name}": low, f"gained_points_low_{name}": low, f"gained_points_high_{name}": high}
-    points |= {"ms_per_token_token": price, "ms_per_token_static": 1.0}
     kl = {f"kl_mean_{name}_{text}": value for text in p.texts for name, value in (("static", 1.0), ("static_own", own))}
     seen = {"absolute_alarms_evaluation": outside, "places": 150.0, "profile_places_abnormal": 0.0}
-    return ProfileResult(p, seen), DamageResult(p, kl), PointsResult(p, points)
+    times = {"ms_per_token_token": [price, 8 * price, price], "ms_per_token_static": [1.0, 8.0, 1.0]}
+    return ProfileResult(p, seen), DamageResult(p, kl), PointsResult(p, points, times)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ class ExportResult(DriftResult):
 
     @property
     def verdict_q18(self) -> str:
-        """Of the claim that static INT8 with unsuitable scales loses much accuracy, and where the loss comes from."""
+        """Of the claim that static INT8 with unsuitable scales loses much accuracy: a scale a matrix and static
+        activations beside a scale an output and a token, and which of the two the loss comes from."""
         m = self.metrics
         points = {pair: 100 * m[f"top1_{pair}"] for pair in ("tensor_static", "tensor_token", "channel_token")}
         lost = points["channel_token"] - points["tensor_static"]
@@ -60,8 +61,8 @@ class ExportResult(DriftResult):
             return f"does not hold here: {lost:.0f} points of equal best tokens"
         cause = "activations" if lost - weights > weights else "weights"
         return (
-            f"holds here: one scale a matrix and static activations lose {lost:.0f} points of equal best tokens to a "
-            f"scale an output and a token; {max(weights, lost - weights):.0f} of them come from the {cause}"
+            f"holds here: {lost:.0f} points of equal best tokens are lost; "
+            f"{max(weights, lost - weights):.0f} of them come from the {cause}"
         )
 
 

@@ -4,16 +4,18 @@ Static scales are calibrated on the calibration text, once. a16 stands for exact
 output to within fp16 pages, on the same kernels. Two modes are compared item by item (lab/quality/tasks.py), for the
 interval of each alone is far wider than that of their difference.
 
-Time: a decoded token alone, and one forward over a prompt; the modes take turns, so that a slow minute hits all alike.
+Time: one sequence takes another mode for each token (`Engine.update`), so that a slow moment hits all modes alike; and
+one forward over a prompt in each.
 """
 
 import statistics
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from nanokit.engine.load import LoadedEngine
-from nanokit.lab.bench.timing import Rounds, Samples, milliseconds
+from nanokit.engine.sampling import Sampling
+from nanokit.lab.bench.timing import Rounds, Samples, Visit, in_turns, milliseconds
 from nanokit.lab.bench.workload import Session
 from nanokit.lab.engines import in_mode
 from nanokit.lab.experiments.drift_params import DriftParams, DriftResult, fast_engine, forward, text_start
@@ -41,8 +43,10 @@ class PointsResult(DriftResult):
 
     @property
     def slowdown(self) -> float:
-        """Time of a decoded token with a scale for each token, over that with static scales."""
-        return self.metrics["ms_per_token_token"] / self.metrics[f"ms_per_token_{FIXED}"]
+        """Time of a decoded token with a scale for each token, over that of its neighbour with static scales: the
+        median of all pairs."""
+        pairs = zip(self.samples["ms_per_token_token"], self.samples[f"ms_per_token_{FIXED}"], strict=True)
+        return statistics.median(a / b for a, b in pairs)
 
     def table(self) -> Table:
         """A mode a row: points of each task with intervals, and times."""
@@ -106,7 +110,7 @@ def drift_points(
         for mode, other in pairs_of(p):
             for task in p.tasks:
                 metrics |= _paired(paired(scores[other, task], scores[mode, task]), f"{mode}_over_{other}_{task}")
-        visits = {mode: _visit(in_mode(engine, mode), mode) for mode in modes_of(p)}
+        visits = {"timing": _visit(engine, modes_of(p))}
         turns = Rounds(p.repeats, BUDGET_S[p.preset], progress=progress, cancel=cancel).run(visits)
     metrics |= {name: statistics.median(values) for name, values in turns.samples.items()}
     settings = {
@@ -127,12 +131,22 @@ def _paired(found: Paired, name: str) -> dict[str, float]:
     }
 
 
-def _visit(engine: LoadedEngine, mode: str) -> Callable[[], Samples]:
+def _visit(engine: LoadedEngine, modes: list[str]) -> Visit:
+    """One sequence that takes another mode for each token, then a prompt in each mode."""
     session, prompt = Session(engine, CTX), text_start(engine, "evaluation", PROMPT)
 
+    def step(mode: str) -> float:
+        session.use(Sampling(activations=mode))
+        return session.step()
+
     def visit() -> Samples:
-        with session.filled(STEPS):
-            steps = [session.step() for _ in range(STEPS)]
-        return {f"ms_per_token_{mode}": steps, f"prefill_ms_{mode}": [milliseconds(lambda: forward(engine, prompt))]}
+        steps = {f"ms_per_token_{mode}": partial(step, mode) for mode in modes}
+        prompts = {
+            f"prefill_ms_{mode}": partial(milliseconds, partial(forward, in_mode(engine, mode), prompt))
+            for mode in modes
+        }
+        with session.filled(STEPS * len(modes)):
+            found = in_turns(steps, STEPS)
+        return found | in_turns(prompts, 1)
 
     return visit

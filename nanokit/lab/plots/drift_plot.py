@@ -181,7 +181,7 @@ def drift_mode(result: "ModeResult") -> go.Figure:
     )  # fmt: skip
     fig.add_scatter(
         x=list(range(first, first + len(kl))), y=[max(LEAST_KL, float(f"{value:.4g}")) for value in kl],
-        mode="lines+markers", line={"color": PALETTE[0], "width": 1}, marker={"size": 5}, name="KL",
+        mode="markers", marker={"color": PALETTE[0], "size": 6}, name="KL",
     )  # fmt: skip
     fig.update_yaxes(type="log", exponentformat="power", dtick=1)
     return fig
