@@ -105,8 +105,10 @@ class QuantLinear(_Fp32Ranges):
 
 class FakeQuantLinear(_Fp32Ranges):
     """Weights that train, rounded to a format's grid in every forward pass. `weight` and `bias` are the parameters of
-    the layer that it was made of: an optimizer that has them goes on."""
+    the layer that it was made of: an optimizer that has them goes on. enabled: False computes with the weights as they
+    are, to compare times and losses."""
 
+    weight: nn.Parameter
     scales: Tensor | None
     minimums: Tensor | None
 
@@ -116,6 +118,7 @@ class FakeQuantLinear(_Fp32Ranges):
         super().__init__()
         self.out_features, self.in_features = layer.weight.shape
         self.weight, self.bias, self.form = layer.weight, layer.bias, form
+        self.enabled = True
         self.tensor_scale = 1.0 if ranges is None else ranges.tensor_scale
         for name in KEPT_FP32:
             values = None if ranges is None else getattr(ranges, name)
@@ -127,7 +130,8 @@ class FakeQuantLinear(_Fp32Ranges):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., out], in the type of x."""
-        return linear(x, self.rounded().to(x.dtype), self.bias)
+        weight = self.rounded() if self.enabled else self.weight
+        return linear(x, weight.to(x.dtype), self.bias)
 
     def converted(self, name: str = "a matrix") -> QuantLinear:
         """What is kept of it. Raises ModelFileError, with the name, for weights that are not finite."""

@@ -14,16 +14,6 @@ from nanokit.lab.plots.drift_plot import (
     drift_vanishing,
 )
 from nanokit.lab.plots.gradient_plot import adapter_losses, adapters, qat, small_layer, training
-from nanokit.lab.plots.drift_plot import (
-    drift_damage,
-    drift_first,
-    drift_mode,
-    drift_points,
-    drift_profile,
-    drift_ratios,
-    drift_speed,
-    drift_vanishing,
-)
 from nanokit.lab.plots.house import (
     GREY,
     GRID,
@@ -63,14 +53,6 @@ __all__ = [
     "by_position",
     "color",
     "damage",
-    "drift_damage",
-    "drift_first",
-    "drift_mode",
-    "drift_points",
-    "drift_profile",
-    "drift_ratios",
-    "drift_speed",
-    "drift_vanishing",
     "drift_damage",
     "drift_first",
     "drift_mode",
