@@ -242,8 +242,9 @@ def test_real_weights_are_rounded_better_on_a_text_of_another_domain(default_mod
 
     stored, off = answers(source), {}
     texts = calibrate.default_calibration(source.tokenizer)[:4]
-    for method in ("", "+awq"):
+    for method in ("", "+awq", "+gptq"):
         policy = f"keep;2-4.all=int4-sym-g64{method}"
         found = answers(requantized(source, policy, calibration=texts))
         off[method] = float((stored.exp() * (stored - found)).sum(-1).mean())
-    assert off["+awq"] < 0.6 * off[""]
+    assert off["+awq"] < 0.7 * off[""]
+    assert off["+gptq"] < 0.7 * off[""]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from nanokit.errors import ParameterError
-from nanokit.quant.gptq import _inverse_factor, gptq
+from nanokit.quant.gptq import DAMP, _inverse_factor, gptq
 from nanokit.quant.rounding import search
 from nanokit.quant.weight_format import weight_format
 
@@ -59,7 +59,7 @@ def test_codes_are_those_of_the_definition(name: str) -> None:
     weights = random.standard_normal((6, 192)).astype(np.float32)
     moments = moments_of(inputs(1, 500, 192))
     q = gptq(weights, weight_format(name), moments)
-    slow = by_explicit_inverses(weights, moments.numpy(), q, 0.01)
+    slow = by_explicit_inverses(weights, moments.numpy(), q, DAMP)
     same = np.isclose(q.dequantize(), slow, atol=1e-5)
     assert same.mean() > 0.995  # a value at half a step may fall either way in fp32, and moves its row's others
     assert same[:, np.argsort(-np.diag(moments))[:64]].all()
@@ -110,11 +110,11 @@ def test_the_factor_is_that_of_the_inverse() -> None:
 
 
 def test_moments_that_rounding_errors_made_indefinite_are_damped_more() -> None:
-    """fp32 sums over few tokens have eigenvalues a little below zero: 3 % of the mean is more than the damping."""
+    """fp32 sums over few tokens have eigenvalues a little below zero: 30 % of the mean are more than the damping."""
     moments = moments_of(inputs(7, 10, 64))
-    moments -= 0.03 * moments.diagonal().mean() * torch.eye(64)
+    moments -= 0.3 * moments.diagonal().mean() * torch.eye(64)
     moments.diagonal().clamp_(min=1e-6)
-    assert np.linalg.eigvalsh(moments.numpy()).min() < -0.01 * float(moments.diagonal().mean())
+    assert np.linalg.eigvalsh(moments.numpy()).min() < -0.1 * float(moments.diagonal().mean())
     weights = np.random.default_rng(8).standard_normal((4, 64)).astype(np.float32)
     assert np.isfinite(gptq(weights, weight_format("int4-sym-g32"), moments).dequantize()).all()
 
