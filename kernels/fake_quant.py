@@ -153,7 +153,6 @@ class _StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         found = rounding.rounded(w.reshape(-1, group), _known(fmt), scales, minimums)
         ctx.save_for_backward(*([] if found.passes is None else [found.passes.view_as(w)]))
-        ctx.dtype = w.dtype
         return found.values.view(w.shape)
 
     @staticmethod
@@ -161,4 +160,4 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
         for passes in ctx.saved_tensors:
             upstream = torch.where(passes, upstream, 0.0)
-        return upstream.to(ctx.dtype), None, None, None, None
+        return upstream, None, None, None, None

@@ -6,7 +6,7 @@
 
 The policy is that of quant/policy.py. A layer's role is read from the last part of its name (q_proj, down_proj, …,
 lm_head) and its number from the first part that is one; a layer with another name gets what the policy says of all
-layers. A head that is tied to an embedding stays as it is: quantizing it would split the two.
+layers. A head that is tied to an embedding stays as it is, and a policy that names it is refused: it would split them.
 
 Everything that can be refused is refused before the first layer changes, with the names of the layers: a model of which
 half is quantized is neither. Scales wider than a matrix (qkv, global), and those of a search, are found once and stay
@@ -112,6 +112,11 @@ def _sites(module: nn.Module, policy: str | Policy) -> list[_Site]:
         role, number = _role(name)
         layers = max(layers, 0 if number is None else number + 1)
         choice = _choice(chosen, role, number)
+        if role == "head" and choice.format is not None and id(layer.weight) in tied:
+            raise ParameterError(
+                f"policy {chosen.name} names the head, and {name} is the embedding as well",
+                do="leave the head as it is, or give it weights of its own first",
+            )
         if choice.format is not None and id(layer.weight) not in tied:
             sites.append(_Site(name, layer, role, number, choice.format, choice.method, places))
     if not sites:

@@ -110,6 +110,22 @@ def test_the_gradient_inside_at_and_beyond_the_bounds(name: str, passing: list[f
     assert w.grad.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("name", ["int4-sym-g64", "int8-sym-g64"])
+def test_ties_and_the_numbers_beside_them(name: str) -> None:
+    """Scales of eleven bits make exact ties: those go to the even code, the next fp32 number on either side to its own.
+    A product with the reciprocal instead of a division takes some of each for the other."""
+    fmt = weight_format(name)
+    highest = fmt.code_range[1]
+    scale = (np.arange(1024, 2048, dtype=np.float32) / 2**14)[:, None]
+    ties = (np.resize(np.arange(-highest, highest), 62) + np.float32(0.5)) * scale
+    for side in (-np.inf, 0, np.inf):
+        beside = ties.astype(np.float32) if side == 0 else np.nextafter(ties.astype(np.float32), np.float32(side))
+        w = np.concatenate([beside, highest * scale, -highest * scale], axis=1).astype(np.float32)
+        q = fmt.quantize(w)
+        assert np.array_equal(q.scales, scale)
+        assert bits(fake_quantize(torch.from_numpy(w), fmt)) == bits(torch.from_numpy(q.dequantize()))
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_largest_weights_still_train(name: str) -> None:
     """pytorch/ao#4806 for scales that are the weights' own: mxfp4's floor leaves the peak as much as a third beyond the

@@ -125,6 +125,9 @@ def test_roles_layers_and_overrides() -> None:
     assert type(quant.apply(Model(tied=False), "keep;head=int8-sym-channel").lm_head) is QuantLinear
     plain = quant.apply(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)), "q8_0;2=int4-sym-g32")
     assert kinds(plain) == {"0": "q8_0", "2": "int4-sym-g32"}
+    tied = nn.ModuleDict({"table": nn.Embedding(50, 64), "decoder": nn.Linear(64, 50), "between": nn.Linear(64, 64)})
+    tied["decoder"].weight = tied["table"].weight
+    assert kinds(quant.prepare(tied, "q8_0")) == {"between": "q8_0"}
 
 
 def test_scales_of_a_layer_and_of_the_model() -> None:
@@ -163,6 +166,7 @@ def test_a_layer_in_two_places_stays_one() -> None:
         ("auto:4.25", None, "resolved for a model first"),
         ("int4-sym-g64;7.q=keep", None, "there is no layer 7"),
         ("keep", None, "changes no layer"),
+        ("int4-sym-g64;head=q8_0", None, "lm_head is the embedding as well"),
         ("int5-sym-g64", None, "(?s)unknown weight format.*nvfp4"),
     ],
 )
