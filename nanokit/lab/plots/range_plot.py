@@ -19,7 +19,8 @@ def one_matrix(result: "MatrixResult") -> go.Figure:
     """Histogram of the weights and of what they are rounded to, with the levels of the group of the largest weight."""
     p, m, name = result.params.to_dict(), result.metrics, result.settings["format"]
     what = "normal random numbers" if p["tensor"] == "normal" else f"{p['tensor']} of layer {p['layer']}"
-    sqnr = "nothing is lost" if m["sqnr_db"] >= 150 else f"{m['sqnr_db']:.1f} dB"
+    against = "" if p["tensor"] == "normal" else " against the file's own"
+    sqnr = ("nothing is lost" if m["sqnr_db"] >= 150 else f"{m['sqnr_db']:.1f} dB") + against
     fig = figure(
         f"{what} in {name}, {m['width']:.2f} bits: {sqnr};<br>"
         f"{m['zero']:.0%} become 0, {m['bits']:.1f} bits of the codes are used",
@@ -107,8 +108,8 @@ def outputs(result: "DamageResult") -> go.Figure:
     worst = min(names, key=lambda name: min(series[name]))
     at = series[worst].index(min(series[worst]))
     fig = figure(
-        f"Each layer on the true state: {worst} falls to {min(series[worst]):.0f} dB in layer {at},<br>"
-        f"{best} keeps {min(series[best]):.0f} dB",
+        f"Against the file's own weights, each layer on the true state:<br>{worst} falls to "
+        f"{min(series[worst]):.0f} dB in layer {at}, {best} keeps {min(series[best]):.0f} dB",
         x="layer",
         y="signal over noise of what it adds (dB)",
         height=430,
