@@ -145,6 +145,6 @@ def not_calibrated() -> ParameterError:
         "static activations have not been calibrated",
         found="no peaks",
         needed="the largest magnitude at each place, from a text",
-        do="call engine.calibrate(); without an engine, note them with run(plan, peaks), that of the hidden states last, "
-        "then call calibrate(peaks)",
+        do="call engine.calibrate(); without an engine, note them with run(plan, peaks), that of the hidden states "
+        "last, then call calibrate(peaks)",
     )

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanokit import __version__
+from nanokit.cli_options import add_model, add_quality, add_sampling
 from nanokit.errors import NanokitError, ParameterError
 
 
@@ -184,7 +185,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_runs(commands)
     _add_bench(commands)
-    _add_quality(commands)
+    quality = commands.add_parser("quality", help="measure how far quantizing moves a model's predictions")
+    add_quality(quality)
+    quality.set_defaults(command=_quality)
     lab = commands.add_parser("lab", help="open JupyterLab on the tour")
     lab.add_argument("notebook", nargs="?", default="00_tour", help="name (tour, 00_tour) or path")
     lab.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
@@ -229,14 +232,14 @@ def _parser() -> argparse.ArgumentParser:
         "--raw", action="store_true", help="continue the text itself, without the model's chat template"
     )
     generate.add_argument("--json", action="store_true", help="print ids, text and timings as one JSON object")
-    _add_sampling(generate)
-    _add_model(generate)
+    add_sampling(generate)
+    add_model(generate)
     generate.set_defaults(command=_generate)
 
     chat = commands.add_parser("chat", help="talk with the model: one line a turn, /help, Ctrl-D ends")
     chat.add_argument("--system", help="system message")
-    _add_sampling(chat)
-    _add_model(chat)
+    add_sampling(chat)
+    add_model(chat)
     chat.set_defaults(command=_chat)
 
     doctor = commands.add_parser("doctor", help="what is present, what is missing, how to mend it")
@@ -281,69 +284,6 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench.add_argument("kind", choices=("prefill", "decode", "batch", "verify-cost"), help="what is measured")
     bench.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTION …", help="see `nanokit bench KIND --help`")
     bench.set_defaults(command=_bench)
-
-
-def _add_quality(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    quality = commands.add_parser("quality", help="measure how far quantizing moves a model's predictions")
-    quality.add_argument("model", nargs="?", metavar="MODEL", help="as --model of generate (default: fetched once)")
-    quality.add_argument(
-        "--policy",
-        nargs="+",
-        action="extend",
-        help="such as int4-sym-g64, one or several; keep (the default) changes nothing",
-    )
-    quality.add_argument("--activations", help="as for generate")
-    quality.add_argument("--kv", dest="kv_format", help="format of the KV pages, as --kv-format of generate")
-    quality.add_argument("--ctx", type=int, metavar="N", help="length of a window; its second half is scored (512)")
-    quality.add_argument("--batch", type=int, metavar="B", help="windows computed together (1)")
-    quality.add_argument("--layout", help="page ids of a window: consecutive, the default, or scattered")
-    quality.add_argument("--text", help="a text of data/texts (evaluation)")
-    quality.add_argument("--windows", type=int, metavar="W", help="windows of the text (4)")
-    quality.add_argument(
-        "--task",
-        dest="tasks",
-        nargs="+",
-        action="extend",
-        metavar="T",
-        help="also score arithmetic, completion or chat",
-    )
-    quality.add_argument("--items", type=int, metavar="I", help="items of each task, spread evenly (60)")
-    quality.add_argument("--repeats", type=int, metavar="R", help="rounds of timing (3)")
-    quality.add_argument("--preset", help="smoke, quick (the default) or full: all windows, all items")
-    quality.add_argument("--threads", type=int, metavar="N", help="threads that compute (default: one a core)")
-    quality.add_argument("--json", metavar="FILE", help="write the JSON there; - is standard output")
-    quality.set_defaults(command=_quality)
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, help="0 is greedy, the default")
-    group.add_argument("--top-k", type=int, help="draw from the K most likely tokens; 0, the default, is all")
-    group.add_argument("--top-p", type=float, help="draw from the likeliest that reach P; 1, the default, is all")
-    group.add_argument("--min-p", type=float, help="drop tokens less likely than P times the likeliest (0)")
-    group.add_argument("--repetition-penalty", type=float, help="above 1 discourages tokens already there (1)")
-    group.add_argument("--max-tokens", type=int, help="longest answer (128)")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given again")
-    group.add_argument("--seed", type=int, help="repeats a sampled answer; drawn and shown if not given")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--model", help=".gguf file, folder of safetensors, or org/name (default: fetched once)")
-    group.add_argument("--ctx", type=int, help="longest prompt + answer, in tokens")
-    group.add_argument("--kv-memory", help="memory for KV pages, such as 512MiB")
-    group.add_argument("--kv-format", help="fp32, fp16 (the default), int8, int8-static, int4 or kivi4 pages")
-    group.add_argument("--device", help="cpu (the default), cuda: a GPU, or interpreter: the GPU's kernels without one")
-    group.add_argument(
-        "--activations",
-        help="inputs of products: a8g32 (the default), a8g16, a16, token, tensor, static; fp32 is transformers' own",
-    )
-    group.add_argument("--policy", help="quantize the weights at loading, such as int4-sym-g64 (default: as stored)")
-    group.add_argument("--dynamic-scale", metavar="true|false", help="another name for --activations token | static")
-    group.add_argument("--mapped", action="store_true", help="leave weights in the file: little memory, slow")
-    group.add_argument("--rope-freq-base", type=float, help="override the model's own, with --force")
-    group.add_argument("--rope-freq-scale", type=float, help="override the model's own, with --force")
-    group.add_argument("--force", action="store_true", help="allow overrides that make answers worse")
 
 
 if __name__ == "__main__":

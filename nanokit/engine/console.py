@@ -20,7 +20,8 @@ from nanokit.engine.sampling import Sampling
 from nanokit.errors import ParameterError, RequestError, TokenizerError
 
 LOAD_OPTIONS = (
-    "ctx", "kv_memory", "kv_format", "activations", "policy", "device", "mapped", "rope_freq_base", "rope_freq_scale", "force",
+    "ctx", "kv_memory", "kv_format", "activations", "policy", "device", "mapped", "rope_freq_base", "rope_freq_scale",
+    "force",
 )  # fmt: skip
 CHAT_HELP = "One line a turn. Ctrl-C stops an answer, /reset forgets the conversation, /help says this, Ctrl-D ends."
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "seed")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanokit.errors import ParameterError
 from nanokit.kernels.packable import matrices
+from nanokit.model.allocate import resolve
 from nanokit.model.calibrate import DATA_METHODS, Progress, calibrated, default_calibration
 from nanokit.model.source import ModelSource
 from nanokit.model.weights import Matrix, Stored, Weights, find_weights
@@ -44,10 +45,8 @@ def requantized(
     chosen = parse_policy(policy) if isinstance(policy, str) else policy
     weights = find_weights(source.config, source)
     if chosen.auto_bits is not None:
-        from nanokit.model import allocate
-
         texts = default_calibration(source.tokenizer) if calibration is None else calibration
-        chosen = allocate.resolve(source, chosen.auto_bits, texts, progress)
+        chosen = resolve(source, chosen.auto_bits, texts, progress)
     choices = choices_of(chosen, source, weights)
     if not chosen.methods & set(DATA_METHODS):
         return Requantized(source, chosen, choices, {}, {})

@@ -16,8 +16,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Coding:
-    """What is known of a matrix' codes before any is read. code_range: lowest and highest; table: whether they are places
-    in one; group: weights that share a scale."""
+    """What is known of a matrix' codes before any is read. code_range: lowest and highest; table: whether they are
+    places in one; group: weights that share a scale."""
 
     code_range: tuple[int, int]
     table: bool

@@ -1,13 +1,14 @@
 """Every format that weights can be brought into, by name: one list for API, command line, parameters and panels.
 
-    int4-sym-g64 …       INT4 and INT8, symmetric or with a minimum; one scale for a group of columns, a row (channel), a
-                         matrix (tensor), the q, k and v of a layer (qkv) or the whole model (global); quant/integer.py
+    int4-sym-g64 …       INT4 and INT8, symmetric or with a minimum; one scale for a group of columns, a row
+                         (channel), a matrix (tensor), the q, k and v of a layer (qkv) or the whole model (global);
+                         quant/integer.py
     nvfp4 mxfp4 nf4      4-bit tables; quant/float4.py
     q4_0 … q8_0          blocks of 32 as ggml makes them; quant/ggml.py
 
 A name says all there is to say: formats are compared by it and files keep it. A format turns float weights into a
-`QTensor` and no more: how its codes are packed is a backend's affair, how they are filed is quant/storage.py's, and which
-matrix gets which format is quant/policy.py's.
+`QTensor` and no more: how its codes are packed is a backend's affair, how they are filed is quant/storage.py's, and
+which matrix gets which format is quant/policy.py's.
 """
 
 from typing import Protocol
@@ -46,8 +47,8 @@ class WeightFormat(Protocol):
         ...
 
     def quantize(self, weights: np.ndarray, name: str = "a matrix", span: tuple[float, float] | None = None) -> QTensor:
-        """Codes and scales of float32 weights (…, rows, columns). name: what messages call them. span: lowest and highest
-        weight that the scale has to reach, for the scopes wider than a row ("tensor" takes its own if None).
+        """Codes and scales of float32 weights (…, rows, columns). name: what messages call them. span: lowest and
+        highest weight that the scale has to reach, for the scopes wider than a row ("tensor" takes its own if None).
 
         Raises ParameterError for columns that the group does not divide, and for a span that is missing or has no use;
         ModelFileError for weights that are not finite, or whose range is not.

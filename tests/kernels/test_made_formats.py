@@ -37,7 +37,7 @@ def test_unpacked_equals_dequantized(kernels: Library, name: str, dtype: torch.d
 ])  # fmt: skip
 def test_bits_that_a_product_reads(name: str, bits: float) -> None:
     """Scales of eleven bits take two bytes in a kernel, and so do a file's one-byte scales, NVFP4's without the factor
-    that they share: what a format saves in a file by them it does not save here. Four would slow decoding by a fifth."""
+    that they share: what a format saves in a file by them it does not save here. Four would be read for nothing."""
     w = torch.randn(64, 1536, generator=torch.Generator().manual_seed(0)).numpy() * 0.05
     packed = Linear(weight_format(name).quantize(w)).packed
     assert packed.nbytes * 8 / w.size == pytest.approx(bits, abs=0.03)

@@ -56,8 +56,8 @@ def test_bits_are_those_of_the_arrays(name: str) -> None:
 
 def test_bits_of_the_usual_formats() -> None:
     """4.25 is what everybody calls groups of 64 with two-byte scales."""
-    expected = {"int4-sym-g64": 4.25, "int4-asym-g32": 5.0, "int8-sym-g32": 8.5, "mxfp4": 4.25, "q4_0": 4.5, "q4_1": 5.0,
-                "q5_0": 5.5, "q8_0": 8.5, "nf4": 4.5}  # fmt: skip
+    expected = {"int4-sym-g64": 4.25, "int4-asym-g32": 5.0, "int8-sym-g32": 8.5, "mxfp4": 4.25, "q4_0": 4.5,
+                "q4_1": 5.0, "q5_0": 5.5, "q8_0": 8.5, "nf4": 4.5}  # fmt: skip
     assert {name: nominal_bits(weight_format(name), (64, 576)) for name in expected} == expected
     assert nominal_bits(weight_format("nvfp4"), (64, 576)) == 4.5 + 32 / (64 * 576)
 
