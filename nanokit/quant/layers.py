@@ -9,7 +9,7 @@ every weight of its group. Codes take a byte each here; quant/storage.py packs t
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -117,7 +117,7 @@ class FakeQuantLinear(_Fp32Ranges):
         weights give, in every pass. Raises ParameterError as fake_quantize does."""
         super().__init__()
         self.out_features, self.in_features = layer.weight.shape
-        self.weight, self.bias, self.form = layer.weight, layer.bias, form
+        self.weight, self.bias, self.form = cast(nn.Parameter, layer.weight), layer.bias, form
         self.enabled = True
         self.tensor_scale = 1.0 if ranges is None else ranges.tensor_scale
         for name in KEPT_FP32:

@@ -8,7 +8,8 @@ Merging is where it fails. A quantized W lies on its grid, a trained difference 
 W + difference rounded to the grid again is W where it was: the adapter is gone, or what is left of it is noise. `merge`
 does that rounding, so that it can be measured; the unmerged layers are kept, and `unmerge` goes back exactly. `on_grid`
 is the remedy: the sum is rounded in every pass of training, with the straight-through estimator, and what is merged is
-bit for bit what was trained.
+bit for bit what was trained. It learns soonest around a *prepared* layer, whose weights are still the unrounded ones: a
+weight that lies on the grid has half a step to go before its code changes, one in between has less.
 
 Rejected: subtracting the difference again to unmerge, as one does with floats: after a rounding it does not go back.
 """
@@ -23,16 +24,17 @@ from torch.nn.functional import linear
 
 from nanokit.errors import ParameterError
 from nanokit.kernels.fake_quant import fake_quantize, quantize
-from nanokit.quant.layers import QuantLinear, format_of
+from nanokit.quant.layers import FakeQuantLinear, QuantLinear, format_of
 from nanokit.quant.modules import located
 
 
 class LoraLinear(nn.Module):
-    """A frozen layer and an adapter. base: nn.Linear or QuantLinear; merged: what stands in for both, or None."""
+    """A frozen layer and an adapter. base: nn.Linear, QuantLinear or FakeQuantLinear; merged: what stands in for both,
+    or None."""
 
     def __init__(
         self,
-        base: nn.Linear | QuantLinear,
+        base: nn.Linear | QuantLinear | FakeQuantLinear,
         r: int,
         alpha: float,
         *,
@@ -40,7 +42,7 @@ class LoraLinear(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         """r: rank, 1 to the smaller side; alpha: the adapter counts alpha / r; on_grid: train the rounded sum, for a
-        QuantLinear. Raises ParameterError."""
+        QuantLinear; around a FakeQuantLinear it is always that. Raises ParameterError."""
         super().__init__()
         self.out_features, self.in_features = base.out_features, base.in_features
         if not 1 <= r <= min(self.out_features, self.in_features):
@@ -54,7 +56,8 @@ class LoraLinear(nn.Module):
             )
         if on_grid and self.form is None:
             raise ParameterError("a plain layer has no grid to train on", do="quantize it first, or leave out on_grid")
-        self.base, self.scaling, self.on_grid = base.requires_grad_(False), alpha / r, on_grid
+        self.base, self.scaling = base.requires_grad_(False), alpha / r
+        self.on_grid = on_grid or isinstance(base, FakeQuantLinear)
         device = base.weight.device
         bound = math.sqrt(3) * math.sqrt(2 / (1 + 5)) / math.sqrt(self.in_features)  # kaiming-uniform, a = √5
         uniform = torch.rand(r, self.in_features, generator=generator).mul_(2).sub_(1).mul_(bound)
@@ -72,7 +75,7 @@ class LoraLinear(nn.Module):
             return self.merged(x)
         if self.on_grid:
             assert self.form is not None
-            weight = fake_quantize(self.base.weight + self.difference(), self.form)
+            weight = fake_quantize(self.base.weight + self.difference(), self.form, *self._ranges())
             return linear(x, weight.to(x.dtype), self.base.bias)
         low = linear(linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         return self.base(x) + self.scaling * low
@@ -83,11 +86,18 @@ class LoraLinear(nn.Module):
         name, for weights that are not finite."""
         weight = self.base.weight.float() + self.difference()
         if self.form is not None:
-            return QuantLinear(quantize(weight, self.form, name=name), self.base.bias).to(weight.device)
+            tensor_scale = self.base.tensor_scale if isinstance(self.base, FakeQuantLinear) else 1.0
+            q = quantize(weight, self.form, *self._ranges(), name=name, tensor_scale=tensor_scale)
+            return QuantLinear(q, self.base.bias).to(weight.device)
         made = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         made.weight = nn.Parameter(weight.to(self.base.weight.dtype), requires_grad=False)
         made.register_parameter("bias", self.base.bias)
         return made
+
+    def _ranges(self) -> tuple[Tensor | None, Tensor | None]:
+        """Scales and minimums that a prepared base keeps fixed; None: those of the sum."""
+        base = self.base
+        return (base.scales, base.minimums) if isinstance(base, FakeQuantLinear) else (None, None)
 
     def extra_repr(self) -> str:
         return f"r={self.lora_A.shape[0]}, scaling={self.scaling:g}, on_grid={self.on_grid}"
@@ -102,15 +112,16 @@ def add_lora(
     on_grid: bool = False,
     seed: int = 0,
 ) -> list[nn.Parameter]:
-    """Freeze a module and put adapters around its QuantLinear layers, or around its Linear ones where it has none;
-    returns the parameters that train, A and B of each layer in turn.
+    """Freeze a module and put adapters around its quantized or prepared layers, or around its Linear ones where it has
+    none; returns the parameters that train, A and B of each layer in turn.
 
     targets: last parts of names ("q_proj", "down_proj"); empty is every layer. seed: of A. Raises ParameterError where
     no layer is found, and as LoraLinear does; nothing is changed then.
     """
     if any(isinstance(layer, LoraLinear) for layer in module.modules()):
         raise ParameterError("this module has adapters already", do="add them once, with all targets")
-    found: list[Any] = [*located(module, QuantLinear)] or [*located(module, nn.Linear)]
+    found: list[Any] = [*located(module, QuantLinear), *located(module, FakeQuantLinear)]
+    found = found or [*located(module, nn.Linear)]
     chosen = [each for each in found if not targets or each[0].rpartition(".")[2] in targets]
     if not chosen:
         raise ParameterError(

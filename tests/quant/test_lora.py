@@ -60,6 +60,22 @@ def test_on_the_grid_merging_changes_nothing(policy: str) -> None:
     assert torch.equal(quant.unmerge(net)(X), before)
 
 
+@pytest.mark.parametrize("policy", ["int4-sym-g32", "int4-asym-g32+search", "nvfp4+search"])
+def test_around_a_prepared_layer_it_trains_on_the_grid(policy: str) -> None:
+    """It begins as the rounded model, fixed scales and all; trained on, it merges into what was trained."""
+    net = quant.prepare(model(), policy)
+    before = net(X)
+    parameters = quant.add_lora(net, r=4)
+    assert torch.equal(net(X), before)
+    assert torch.equal(quant.merge(net)(X), before)
+    quant.unmerge(net)
+    with torch.no_grad():
+        parameters[1].normal_(0, 0.05)
+    trained = net(X)
+    assert not torch.equal(trained, before)
+    assert torch.equal(quant.merge(net)(X), trained)
+
+
 def test_off_the_grid_merging_loses_what_was_learned() -> None:
     """The failure that people meet: unmerged it is better than before, merged it is not what was trained. Unmerging is
     exact, since nothing was subtracted."""

@@ -2,8 +2,8 @@
 
 Both adapters learn the same thing from the same texts in the same steps: to undo what plain rounding did to the model
 (the loss is the KL from the model as it is stored). One is added to the quantized weights as they are, as everybody
-does it. The other trains on the grid: weights and adapter are added and rounded together in every step. Then both are
-merged into weights of the format, and measured before and after.
+does it. The other trains on the grid: the stored weights and the adapter are added and rounded together in every step,
+so that it begins as the same model. Then both are merged into weights of the format, and measured before and after.
 """
 
 import threading
@@ -92,10 +92,12 @@ def adapters(
         samples: Samples = {}
         for kind in KINDS:
             model = fresh(p)
-            quant.apply(model, policy_of(p))
             if kind == "free":
+                quant.apply(model, policy_of(p))
                 metrics |= quality(model, ref, "before")
-            parameters = quant.add_lora(model, p.lora_rank, 2.0 * p.lora_rank, on_grid=kind == "on_grid", seed=p.seed)
+            else:
+                quant.prepare(model, policy_of(p))
+            parameters = quant.add_lora(model, p.lora_rank, 2.0 * p.lora_rank, seed=p.seed)
             found, _ = trained(model, parameters, lesson, p, p.lora_steps, p.lora_learning_rate, progress, cancel)
             samples |= {f"{name}_of_{kind}": values for name, values in found.items()}
             progress.step(f"{CALLED[kind]}: merging")

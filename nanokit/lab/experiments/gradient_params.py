@@ -37,12 +37,12 @@ class GradientParams(Params):
     )  # fmt: skip
     steps: int = knob(
         0, "training steps of QAT", unit="steps", low=2, high=5000,
-        by_preset={"smoke": 2, "quick": 8, "full": 120},
+        by_preset={"smoke": 2, "quick": 8, "full": 96},
     )  # fmt: skip
     learning_rate: float = knob(1e-4, "learning rate of QAT, at its highest", low=1e-7, high=1e-1)
     lora_steps: int = knob(
         0, "training steps of each adapter", unit="steps", low=2, high=5000,
-        by_preset={"smoke": 2, "quick": 4, "full": 24},
+        by_preset={"smoke": 2, "quick": 4, "full": 20},
     )  # fmt: skip
     lora_rank: int = knob(8, "rank of the adapters", low=1, high=256)
     lora_learning_rate: float = knob(1e-3, "learning rate of the adapters, at its highest", low=1e-7, high=1e-1)
@@ -55,7 +55,7 @@ class GradientParams(Params):
     )  # fmt: skip
     windows: int = knob(
         0, "windows of the evaluation text, second halves scored", unit="windows", low=1, high=20,
-        by_preset={"smoke": 1, "quick": 2, "full": 8},
+        by_preset={"smoke": 1, "quick": 2, "full": 4},
     )  # fmt: skip
     window_tokens: int = knob(
         0, "length of each", unit="tokens", low=64, high=2048,
