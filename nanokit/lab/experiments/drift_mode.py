@@ -34,7 +34,10 @@ class ModeParams(Params):
     text: str = knob("arithmetic", "text that runs", choices=TEXTS)
     calibration: str = knob("calibration", "what static scales come from", choices=(*TEXTS, OWN))
     without_first: bool = knob(False, "leave first positions out of the calibration")
-    tokens: int = knob(192, "tokens of the text, of which the second half is scored", unit="tokens", low=32, high=512)
+    tokens: int = knob(
+        0, "tokens of the text, of which the second half is scored", unit="tokens", low=32, high=512,
+        by_preset={"smoke": 64, "quick": 192, "full": 384},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class DriftParams(Params):
     calibration: str = knob("calibration", "text that profile and static scales come from", choices=TEXTS)
     tokens: int = knob(
         0, "length of that text, and of each text that is compared with it", unit="tokens", low=64, high=1536,
-        by_preset={"smoke": 96, "quick": 256, "full": 1536},
+        by_preset={"smoke": 64, "quick": 256, "full": 1536},
     )  # fmt: skip
     texts: list[str] = knob(
         [], "texts that are run; the first is the healthy one, of the calibration's own kind", choices=TEXTS,
@@ -46,7 +46,7 @@ class DriftParams(Params):
         by_preset={"smoke": 1, "quick": 1, "full": 3},
     )  # fmt: skip
     window_tokens: int = knob(
-        0, "length of a window", unit="tokens", low=32, high=1024, by_preset={"smoke": 96, "quick": 192, "full": 512},
+        0, "length of a window", unit="tokens", low=32, high=1024, by_preset={"smoke": 64, "quick": 192, "full": 512},
     )  # fmt: skip
     modes: list[str] = knob(
         [], "activation modes beside static", choices=DYNAMIC,
