@@ -1,5 +1,6 @@
 """Figures of the gradient contract: estimators on a small layer, QAT against rounding, and adapters."""
 
+from math import log10
 from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
@@ -20,10 +21,10 @@ def small_layer(result: "SmallLayerResult") -> go.Figure:
 
     left = {each: result.errors(each)[-1] for each in ESTIMATORS}
     through, dead, flat = (left[each] for each in ESTIMATORS)
-    finding = f"{result.asked.weights}: training leaves {through:.0%} of the error;<br>"
-    finding += f"{dead:.0%} where weights at a bound stand still, {flat:.0%} with rounding's own derivative"
-    fig = figure(finding, x="training step", y="error at the output, rounding alone is 1")
-    fig.update_layout(margin_r=150)
+    finding = f"{result.asked.weights}: training leaves {through:.0%} of rounding's error;<br>"
+    finding += f"{dead:.0%} if weights at a bound stand still, {flat:.0%} without an estimator"
+    fig = figure(finding, x="training step", y="error (of rounding alone: 1)")
+    fig.update_layout(margin_r=110)
     for index, (each, paint) in enumerate(zip(ESTIMATORS, (GREEN, RED, GREY), strict=True)):
         ys = [round(max(value, LOWEST), 5) for value in result.errors(each)]
         fig.add_scatter(
@@ -32,16 +33,11 @@ def small_layer(result: "SmallLayerResult") -> go.Figure:
         )  # fmt: skip
         name = each.replace(" the bound", "<br>the bound").replace("own", "own<br>derivative")
         fig.add_annotation(
-            x=len(ys) - 1, y=_log10(ys[-1]), text=name, xanchor="left", xshift=8, align="left", font={"color": paint},
+            x=len(ys) - 1, y=log10(ys[-1]), text=name, xanchor="left", xshift=8, align="left", font={"color": paint},
         )  # fmt: skip
-    fig.update_yaxes(type="log", range=[_log10(LOWEST), 0.15])
+    fig.update_yaxes(type="log", range=[log10(LOWEST), 0.15], dtick=1)
+    fig.update_xaxes(range=[0, len(result.errors(ESTIMATORS[0]))])
     return fig
-
-
-def _log10(value: float) -> float:
-    from math import log10
-
-    return log10(value)
 
 
 def qat(result: "QatResult") -> go.Figure:
@@ -112,7 +108,8 @@ def adapter_losses(result: "AdaptersResult") -> go.Figure:
         f"An adapter on rounded weights {verb}:<br>from {first:.2f} to {last:.2f} nats without rounding in training",
         x="training step", y="KL of a step's texts (nats a token)",
     )  # fmt: skip
-    fig.update_layout(margin_r=160)
+    fig.update_layout(margin_r=110)
+    upper = max(KINDS, key=lambda kind: result.loss(kind)[-1])
     for index, (kind, paint) in enumerate(zip(KINDS, (RED, BLUE), strict=True)):
         ys = [round(value, 5) for value in result.loss(kind)]
         fig.add_scatter(
@@ -121,8 +118,9 @@ def adapter_losses(result: "AdaptersResult") -> go.Figure:
         )  # fmt: skip
         fig.add_annotation(
             x=len(ys), y=ys[-1], text=CALLED[kind].replace(" ", "<br>", 1), xanchor="left", xshift=8, align="left",
-            yshift=(14, -14)[index], font={"color": paint},
+            yshift=18 if kind == upper else -18, font={"color": paint},
         )  # fmt: skip
     mark(fig, "where both begin", y=round(first, 5))
+    fig.update_xaxes(range=[0.8, len(result.loss("free")) + 0.1])
     fig.update_yaxes(rangemode="tozero")
     return fig
