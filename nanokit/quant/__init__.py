@@ -20,7 +20,6 @@ _HOME = {
     "merge": "lora",
     "unmerge": "lora",
     "parse_policy": "policy",
-    "weight_format": "weight_format",
 }
 
 
