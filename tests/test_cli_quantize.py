@@ -57,3 +57,8 @@ def test_a_calibration_text_that_is_not_there(gguf: Path, tmp_path: Path, capsys
     command = ["quantize", str(gguf), str(tmp_path / "out.safetensors"), "--policy", "nvfp4+gptq"]
     assert main([*command, "--calibration", str(tmp_path / "no.txt")]) == 2
     assert "calibration text" in capsys.readouterr().err
+    (tmp_path / "short.txt").write_text("abc")
+    assert main([*command, "--calibration", str(tmp_path / "short.txt")]) == 2
+    assert "too short to calibrate on" in capsys.readouterr().err
+    assert main([*command[:4], "nvfp4", "--calibration", str(tmp_path / "short.txt")]) == 2
+    assert "looks at no text" in capsys.readouterr().err

@@ -18,9 +18,11 @@ from nanokit.model import memory
 from nanokit.model.batch import Batch
 from nanokit.model.config import ModelConfig, override_rope
 from nanokit.model.load import open_model
+from nanokit.model.source import ModelSource
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.transformer import OpenedModel, Transformer
 from nanokit.paths import data_dir
+from nanokit.quant.policy import parse_policy
 
 CALIBRATION_TEXT = "texts/lighthouse.txt"
 CALIBRATION_TOKENS = 512
@@ -137,12 +139,10 @@ def load(
 
         source = resolve_default()
     model_source = open_model(source, rope_base=rope_freq_base if force else None)
-    if policy is not None:
-        from nanokit.model.requantize import requantized
-
-        model_source = requantized(model_source, policy)
     config = override_rope(model_source.config, base=rope_freq_base, scale=rope_freq_scale, force=force)
     max_context = _context(ctx, config, force)
+    if policy is not None:
+        model_source = _requantized(model_source, policy, mapped)
     opened = OpenedModel(model_source, config, activations, resident=not mapped, device=device)
     kv_format = kv_format or ("fp32" if opened.activations == "fp32" else "fp16")
     if opened.on_gpu and kv_format in CPU_FORMATS:
@@ -161,7 +161,7 @@ def load(
         token_budget=token_budget,
         prefix_cache=prefix_cache,
     )
-    if mapped is None and not opened.on_gpu:
+    if mapped is None and policy is None and not opened.on_gpu:
         opened = _placed(opened, activations, kv_bytes)
     memory.check_budget(
         opened.weight_bytes, kv_bytes, opened.source.name, _kv_advice(max_context, sizes.per_block),
@@ -176,6 +176,25 @@ def load(
     if model.activations == "static":
         engine.calibrate()
     return engine
+
+
+def _requantized(source: ModelSource, policy: str, mapped: bool | None) -> ModelSource:
+    from nanokit.model.requantize import requantized
+
+    if mapped:
+        raise ParameterError(
+            "weights that stay in their file would be quantized again in every step",
+            found=f"mapped with policy {policy!r}",
+            do="write the quantized model first: nanokit quantize",
+        )
+    found = requantized(source, policy)
+    if found.policy.methods & {"awq", "gptq"} or parse_policy(policy).auto_bits is not None:
+        warnings.warn(
+            f"{found.name}: a calibration text runs through the model at every loading, which takes minutes; "
+            "nanokit quantize writes the result",
+            stacklevel=4,
+        )
+    return found
 
 
 def _placed(opened: OpenedModel, activations: str | None, kv_bytes: int) -> OpenedModel:

@@ -1,7 +1,8 @@
 """A GGUF file that is another one with some tensors replaced, by the gguf library's writer.
 
-Metadata is copied key by key, in the file's own types; tensors that are not replaced are copied byte for byte. The new
-file is written beside its place and renamed when it is complete.
+Metadata is copied key by key, in the file's own types (but for empty arrays, which the library cannot write); tensors
+that are not replaced are copied byte for byte. The new file is written beside its place and renamed when it is
+complete.
 """
 
 import os
@@ -53,10 +54,14 @@ def rewrite(source: Path, target: Path, replaced: Mapping[str, tuple[str, np.nda
 def _copy_metadata(reader: Any, writer: Any, file_type: int | None) -> None:
     import gguf
 
+    if "general.quantization_version" not in reader.fields and file_type is not None:
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)  # the format wants it beside quantized tensors
     for field in reader.fields.values():
         if field.name == "general.architecture" or field.name.startswith("GGUF."):
             continue  # the writer's own
         value = field.contents()
+        if isinstance(value, list) and not value:
+            continue
         if field.name == "general.file_type" and file_type is not None:
             value = file_type
         if field.name == "general.alignment":

@@ -20,6 +20,8 @@ def quantize(args: argparse.Namespace) -> int:
         written = write_quantized(
             args.source, args.target, args.policy, calibration=args.calibration, force=args.force, progress=progress
         )
+    if not written.before:
+        print("nanokit: this policy keeps everything as it is stored", file=sys.stderr)
     if any(not name.startswith(("F32", "F16", "BF16")) for name in written.before):
         print(
             f"nanokit: quantized a second time ({', '.join(written.before)} before): what was lost stays lost",

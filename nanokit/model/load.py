@@ -11,14 +11,8 @@ from typing import Any
 
 from nanokit.errors import ModelFileError, naming
 from nanokit.model.config import config_from_transformers
-from nanokit.model.source import (
-    DESCRIPTIONS,
-    GGUFSource,
-    ModelSource,
-    SafetensorsSource,
-    read_json,
-    weight_names,
-)
+from nanokit.model.directory import read_json, weight_names
+from nanokit.model.source import DESCRIPTIONS, GGUFSource, ModelSource, SafetensorsSource
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_JSON = ["model.safetensors.index.json", *DESCRIPTIONS]

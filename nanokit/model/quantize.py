@@ -5,31 +5,34 @@ The end of the target's name says what it becomes: `.safetensors`, which holds e
 written: the file is renamed into place when it is complete.
 """
 
+import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
-from nanokit.errors import ParameterError
+from nanokit.errors import NanokitError, ParameterError
 from nanokit.gguf.write import rewrite
 from nanokit.model import saved
-from nanokit.model.calibrate import Progress, windows_in
+from nanokit.model.calibrate import DATA_METHODS, Progress, windows_in
 from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource
 from nanokit.quant.ggml import GGML_FORMATS, to_blocks
-from nanokit.quant.policy import parse_policy
+from nanokit.quant.policy import FLOAT_HEAD, Policy, parse_policy
 
 Replaced = dict[str, tuple[str, np.ndarray]]
 IN_GGUF = (*GGML_FORMATS, "mxfp4")
+LEAST_TEXT = 64  # tokens of a calibration text
 
 
 @dataclass(frozen=True)
 class Written:
     """What was written. nbytes: of the file; bits_before, bits_after: per weight of the matrices that the policy
-    changed, scales included; before: what types they had."""
+    changed, as both files keep them, scales included; before: what types they had."""
 
     path: Path
     nbytes: int
@@ -48,62 +51,105 @@ def quantize(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Written:
-    """Quantize a model (whatever `nanokit.load` takes) into a new file.
+    """Quantize a model (whatever `nanokit.load` takes) into a new file, and open that file again.
 
     calibration: a text file that awq, gptq and auto look at; None is a text of the kit's own. force: replace a file
     that is there. Raises ParameterError for a policy, name or text that cannot be used, ModelFileError for a model that
-    cannot be read, OSError for a place that cannot be written.
+    cannot be read, NanokitError for a place that cannot be written. Whatever can be refused is before a weight is read.
     """
     path, chosen = Path(target).expanduser(), parse_policy(policy)
     if path.suffix not in (".gguf", ".safetensors"):
         raise ParameterError(
             "the name of the new file says what it becomes", found=path.name, needed="….safetensors or ….gguf"
         )
-    if not path.parent.is_dir():
-        raise ParameterError("there is no such folder", found=str(path.parent), do="make it first")
-    if path.exists() and (not force or path.is_dir() or (Path(model).exists() and path.samefile(model))):
+    if path.exists() and (not force or path.is_dir()):
         raise ParameterError(
             f"{path.name} exists already", found=str(path), do="choose another name, or pass --force to replace a file"
         )
     source = open_model(model)
-    texts = None if calibration is None else _texts(source, Path(calibration))
-    found = requantized(source, chosen, calibration=texts, progress=progress)
-    assert isinstance(found, Requantized)
-    if path.suffix == ".gguf":
-        if not isinstance(source, GGUFSource):
-            raise ParameterError(
-                "only a GGUF file can be quantized into a GGUF file",
-                found=source.name,
-                needed="a model in a .gguf file",
-                do="write a .safetensors file",
-            )
-        rewrite(source.file.path, path, _blocks(found, source))
-    else:
-        saved.write(found, path, found.policy.name)
+    if path.exists() and any(path.samefile(each) for each in source.files):
+        raise ParameterError(
+            f"{path.name} is a file of the model itself", found=str(path), do="write the new one under another name"
+        )
+    in_gguf = path.suffix == ".gguf"
+    if in_gguf:
+        _check_gguf(source, chosen)
+    texts = None if calibration is None else _texts(source, Path(calibration), chosen)
+    _check_place(path)
+    found = requantized(
+        source, chosen, calibration=texts, progress=progress, float_head="q8_0" if in_gguf else FLOAT_HEAD
+    )
+    try:
+        if isinstance(source, GGUFSource) and in_gguf:
+            rewrite(source.file.path, path, _blocks(found, source))
+        else:
+            saved.write(found, path, found.policy.name)
+    except (SafetensorError, OSError) as error:
+        raise _cannot_write(path, str(error)) from error
     return _written(path, found, source)
 
 
-def _texts(source: ModelSource, path: Path) -> list[list[int]]:
+def _check_gguf(source: ModelSource, policy: Policy) -> None:
+    """Raise ParameterError for what cannot become a GGUF file."""
+    if not isinstance(source, GGUFSource) or len(source.files) > 1:
+        raise ParameterError(
+            "only a GGUF file can be quantized into a GGUF file",
+            found=f"{source.name}, {len(source.files)} files",
+            needed="a model in one .gguf file",
+            do="write a .safetensors file",
+        )
+    names = {rule.choice.format.name for rule in policy.rules if rule.choice.format}
+    strangers = sorted(names - set(IN_GGUF)) or ([policy.name] if policy.auto_bits is not None else [])
+    if strangers:
+        raise ParameterError(
+            f"GGUF has no type for {', '.join(strangers)}",
+            found=policy.name,
+            needed=f"formats of GGUF: {', '.join(IN_GGUF)}",
+            do="choose one of them, or write a .safetensors file",
+        )
+
+
+def _check_place(path: Path) -> None:
+    """Raise NanokitError where no file can be made: found at the end, it costs the whole work."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        return windows_in(source.tokenizer, path.read_text("utf-8"))
+        scratch.touch()
+        scratch.unlink()
+    except OSError as error:
+        raise _cannot_write(path, error.strerror or str(error)) from error
+
+
+def _cannot_write(path: Path, found: str) -> NanokitError:
+    return NanokitError(
+        f"{path.name} cannot be written", found=found, needed=f"a folder with room for it: {path.parent}",
+        do="free space there, or choose another place",
+    )  # fmt: skip
+
+
+def _texts(source: ModelSource, path: Path, policy: Policy) -> list[list[int]]:
+    if policy.auto_bits is None and not policy.methods & set(DATA_METHODS):
+        raise ParameterError(
+            f"{policy.name} looks at no text",
+            found=f"--calibration {path}",
+            needed="+awq, +gptq or auto",
+            do="leave it out",
+        )
+    try:
+        windows = windows_in(source.tokenizer, path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(
             "the calibration text cannot be read", found=str(error), needed="a text file in UTF-8"
         ) from error
+    if len(windows[0]) < min(LEAST_TEXT, source.config.max_context):
+        raise ParameterError(
+            f"{path.name} is too short to calibrate on", found=f"{len(windows[0])} tokens",
+            needed=f"at least {LEAST_TEXT}, better thousands, like the texts that the model is going to see",
+        )  # fmt: skip
+    return windows
 
 
 def _blocks(found: Requantized, source: GGUFSource) -> Replaced:
     """The tensors that are replaced, as GGUF keeps them. q and k go back into the row order of llama files."""
-    strangers = {
-        choice.format.name for choice in found.choices.values() if choice.format and choice.format.name not in IN_GGUF
-    }
-    if strangers:
-        raise ParameterError(
-            f"GGUF has no type for {', '.join(sorted(strangers))}",
-            found=found.policy.name,
-            needed=f"formats of GGUF: {', '.join(IN_GGUF)}",
-            do="choose one of them, or write a .safetensors file",
-        )
     replaced: Replaced = {}
     for name in found.choices:
         q = found.matrix(name)
@@ -111,7 +157,7 @@ def _blocks(found: Requantized, source: GGUFSource) -> Replaced:
         if heads := source.interleaved_heads(name):
             blocks = np.ascontiguousarray(interleaved(blocks, heads))
         replaced[name] = (q.format.upper(), blocks)
-    for name, vector in found.vectors.items():
+    for name, vector in found.made.vectors.items():
         replaced[name] = ("F32", vector.to(torch.float32).numpy())
     return replaced
 
@@ -123,8 +169,10 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _written(path: Path, found: Requantized, source: ModelSource) -> Written:
-    names = list(found.choices)
-    weights = sum(prod(source.stored[name].shape) for name in names) or 1
-    before, after = (8 * sum(of.stored[name].nbytes for name in names) / weights for of in (source, found))
+    names, new = list(found.choices), open_model(path)
+    weights = sum(prod(source.stored[name].shape) for name in names)
+    before, after = (
+        8 * sum(of.stored[name].nbytes for name in names) / weights if weights else 0.0 for of in (source, new)
+    )
     types = tuple(sorted({source.stored[name].type for name in names}))
     return Written(path, path.stat().st_size, found.policy.name, before, after, types)

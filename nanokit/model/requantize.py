@@ -1,25 +1,27 @@
 """A model whose matrices are quantized on their way out of its file, as a policy says.
 
 `Requantized` is a source like any other: backends bind it, `nanokit.load(policy=…)` runs it, `nanokit quantize` writes
-what it gives. A matrix is read and rounded when a backend asks for it, so that a policy costs no memory; matrices that
-were rounded with the help of a text (awq, gptq) exist beforehand, a byte a weight. Everything that can be refused is
-refused before the first weight is read: a group that does not divide the columns names the matrices and what would fit.
+what it gives. A matrix is read and rounded when a backend asks for it, so that a policy costs no memory. Matrices that
+are rounded with a text in view (awq, gptq) are made together, when the first weight is asked for, and kept, a byte a
+weight. Everything that can be refused is refused before that: a group that does not divide the columns names the
+matrices and what would fit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanokit.errors import ParameterError
+from nanokit.errors import ModelFileError, ParameterError
 from nanokit.kernels.packable import matrices
 from nanokit.model.allocate import resolve
-from nanokit.model.calibrate import DATA_METHODS, Progress, calibrated, default_calibration
+from nanokit.model.calibrate import DATA_METHODS, Calibrated, Progress, calibrated, default_calibration
 from nanokit.model.source import ModelSource
-from nanokit.model.weights import Matrix, Stored, Weights, find_weights
+from nanokit.model.weights import GLOBAL_NAMES, Matrix, Stored, Weights, find_weights
 from nanokit.quant.policy import ATTENTION, FEED_FORWARD, FLOAT_HEAD, Choice, Policy, parse_policy
 from nanokit.quant.qtensor import Coding, QTensor
 from nanokit.quant.rounding import check_searchable, search
@@ -35,24 +37,51 @@ def requantized(
     *,
     calibration: list[list[int]] | None = None,
     progress: Progress | None = None,
-) -> ModelSource:
+    float_head: str = FLOAT_HEAD,
+) -> "Requantized":
     """`source` with its matrices as the policy says.
 
     calibration: token ids of the texts that awq, gptq and auto look at; None: a text of the kit's own. progress: called
-    as (done, in all, what) while they do. Raises ParameterError for a policy that is wrong or does not fit the model's
-    shapes.
+    as (done, in all, what) while they do. float_head: what head and embedding become where they are floats and the
+    policy does not name them. `auto` measures the model here and now; awq and gptq round it when the first weight is
+    asked for. Raises ParameterError for a policy that is wrong or does not fit the model's shapes.
     """
     chosen = parse_policy(policy) if isinstance(policy, str) else policy
     weights = find_weights(source.config, source)
+
+    def texts() -> list[list[int]]:
+        return default_calibration(source.tokenizer) if calibration is None else calibration
+
     if chosen.auto_bits is not None:
-        texts = default_calibration(source.tokenizer) if calibration is None else calibration
-        chosen = resolve(source, chosen.auto_bits, texts, progress)
-    choices = choices_of(chosen, source, weights)
+        chosen = resolve(source, chosen.auto_bits, texts(), progress)
+    choices = choices_of(chosen, source, weights, float_head)
     if not chosen.methods & set(DATA_METHODS):
-        return Requantized(source, chosen, choices, {}, {})
-    texts = default_calibration(source.tokenizer) if calibration is None else calibration
-    found = calibrated(source, weights, choices, texts, progress)
-    return Requantized(source, chosen, choices, found.matrices, found.vectors)
+        return Requantized(source, chosen, choices, None)
+    return Requantized(source, chosen, choices, lambda: _by_text(source, weights, choices, texts(), progress))
+
+
+def _by_text(
+    source: ModelSource,
+    weights: Weights,
+    choices: Mapping[str, Choice],
+    texts: list[list[int]],
+    progress: Progress | None,
+) -> Calibrated:
+    """Calibrate, once every weight has been seen to be a number: found in the last layer, it costs the whole run."""
+    broken = []
+    for name in choices:
+        try:
+            source.tensor(name)
+        except ModelFileError as error:
+            broken.append((name, error))
+    if broken:
+        raise ModelFileError(
+            f"{source.name} holds weights that cannot be rounded",
+            found=f"{broken[0][1].found}; in {_some([name for name, _ in broken])}",
+            needed="finite weights",
+            do=broken[0][1].do,
+        )
+    return calibrated(source, weights, choices, texts, progress)
 
 
 def named_roles(weights: Weights) -> dict[str, tuple[str, int | None]]:
@@ -66,7 +95,9 @@ def named_roles(weights: Weights) -> dict[str, tuple[str, int | None]]:
     return roles
 
 
-def choices_of(policy: Policy, source: ModelSource, weights: Weights) -> dict[str, Choice]:
+def choices_of(
+    policy: Policy, source: ModelSource, weights: Weights, float_head: str = FLOAT_HEAD
+) -> dict[str, Choice]:
     """The choice for every matrix that the policy changes, by its name in the file. Raises ParameterError for layers
     that the model does not have, and for groups that do not divide: with the matrices that they do not fit."""
     policy.check_layers(source.config.num_layers)
@@ -76,7 +107,7 @@ def choices_of(policy: Policy, source: ModelSource, weights: Weights) -> dict[st
     if choices and policy.named("head") is None:
         floats = (name for name, (role, _) in roles.items() if role == "head" and not source.stored[name].coding)
         choices |= {
-            name: Choice(weight_format(FLOAT_HEAD)) for name in floats if source.stored[name].shape[1] % 32 == 0
+            name: Choice(weight_format(float_head)) for name in floats if source.stored[name].shape[1] % 32 == 0
         }
     refused: dict[tuple[str, str], list[str]] = {}
     for name, choice in choices.items():
@@ -102,24 +133,30 @@ def _some(names: list[str]) -> str:
 
 
 class Requantized:
-    """See the module. policy: the resolved one; choices: of the matrices that it changes; vectors: norms and biases
-    that a method replaced. The other attributes are those of any source."""
+    """See the module. policy: the resolved one; choices: of the matrices that it changes. The other attributes are
+    those of any source."""
 
     def __init__(
         self,
         base: ModelSource,
         policy: Policy,
         choices: Mapping[str, Choice],
-        matrices_: Mapping[str, QTensor],
-        vectors: Mapping[str, Tensor],
+        by_text: Callable[[], Calibrated] | None,
     ) -> None:
-        self.kind, self.config, self.tokenizer = base.kind, base.config, base.tokenizer
+        """by_text: rounds what asks for a text, called once, when the first weight is needed; None: nothing does."""
+        self.kind, self.config, self.tokenizer, self.files = base.kind, base.config, base.tokenizer, base.files
         self.name, self.policy = f"{base.name} as {policy.name}", policy
-        self.choices, self._made, self.vectors = choices, matrices_, vectors
-        self.base = base
-        self.stored = {name: self._entry(name, stored) for name, stored in base.stored.items()}
+        self.base, self.choices = base, choices
+        self._by_text = by_text
+        surplus = GLOBAL_NAMES["head"][base.kind] + ".weight" if base.config.tied_head else ""  # seen to be equal
+        self.stored = {name: self._entry(name, stored) for name, stored in base.stored.items() if name != surplus}
         self._spans: dict[str, Span] = {}
         self._latest: tuple[str, QTensor] | None = None
+
+    @cached_property
+    def made(self) -> Calibrated:
+        """What was rounded with a text in view: matrices, and the norms and biases that this changed."""
+        return self._by_text() if self._by_text else Calibrated({}, {})
 
     def _entry(self, name: str, stored: Stored) -> Stored:
         choice = self.choices.get(name)
@@ -134,8 +171,8 @@ class Requantized:
         return self.base.facts()
 
     def tensor(self, name: str) -> Tensor:
-        if name in self.vectors:
-            return self.vectors[name]
+        if name in self.made.vectors:
+            return self.made.vectors[name]
         if name not in self.choices:
             return self.base.tensor(name)
         return torch.from_numpy(self.matrix(name).dequantize())
@@ -147,8 +184,8 @@ class Requantized:
 
     def matrix(self, name: str) -> QTensor:
         """A matrix that the policy changes, whole. The latest is kept: backends ask for one some rows at a time."""
-        if name in self._made:
-            return self._made[name]
+        if name in self.made.matrices:
+            return self.made.matrices[name]
         if self._latest is None or self._latest[0] != name:
             self._latest = None  # two of the largest would be one too many
             self._latest = (name, self._rounded(name, self.choices[name]))

@@ -18,6 +18,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,17 @@ from torch import Tensor
 from nanokit.errors import ModelFileError
 from nanokit.model.config import ModelConfig, config_from_transformers
 from nanokit.model.config_gguf import config_from_gguf
-from nanokit.model.source import DESCRIPTIONS, FLOATS, ModelSource
+from nanokit.model.source import DESCRIPTIONS, FLOATS, ModelSource, check_vocabulary
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.weights import Stored
 from nanokit.quant.qtensor import QTensor
-from nanokit.quant.storage import Entry, entry_of, parts_of, restore
+from nanokit.quant.storage import Entry, Parts, check_entry, entry_of, parts_of, restore
 
 SCHEMA = "nanokit.model/1"
 KINDS = {"gguf": 0, "files": 1}  # of tensor names, by what describes the model
 MARK = "::"
-HEADER_LIMIT = 100 << 20  # safetensors' own
+PARTS = ("codes", "fifths", "scales", "minimums")
+ARRAYS = {"U8": 1, "I8": 1, "F16": 2, "F32": 4}  # number types of the parts, and their bytes
 _DAMAGED = "quantize the model again"
 
 
@@ -52,7 +54,7 @@ def write(source: ModelSource, path: Path, policy: str) -> None:
     for name, stored in source.stored.items():
         q = source.quantized(name, 0, stored.shape[0]) if stored.coding else None
         if q is None:
-            tensors[name] = source.tensor(name).to(FLOATS.get(stored.type, torch.float32)).contiguous()
+            tensors[name] = _as_stored(source.tensor(name), stored.type)
             continue
         entries[name] = entry_of(q).to_json()
         for part, values in parts_of(q).items():
@@ -69,11 +71,18 @@ def write(source: ModelSource, path: Path, policy: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
+def _as_stored(tensor: Tensor, kind: str) -> Tensor:
+    """In the number type that it had, unless that rounds it: awq changes norms and biases."""
+    kept = tensor.to(FLOATS.get(kind, torch.float32)).contiguous()
+    return kept if torch.equal(kept.float(), tensor) else tensor.contiguous()
+
+
 class QuantizedFile:
     """A source that reads such a file. header: the JSON object above."""
 
     def __init__(self, path: Path, *, rope_base: float | None = None) -> None:
         self.name = path.name
+        self.files: tuple[Path, ...] = (path,)
         try:
             self._handle: Any = safe_open(path, framework="pt")
             metadata = self._handle.metadata() or {}
@@ -90,6 +99,7 @@ class QuantizedFile:
         self._entries = {name: _entry(name, entry) for name, entry in self.header["entries"].items()}
         self.stored = self._stored()
         self.config, self.tokenizer = self._described(rope_base)
+        check_vocabulary(self.name, self.tokenizer, self.config)
         self.tokenizer.pad_to(self.config.vocab_size)
 
     def facts(self) -> dict[str, Any]:
@@ -97,18 +107,24 @@ class QuantizedFile:
 
     def tensor(self, name: str) -> Tensor:
         if name in self._entries:
-            return torch.from_numpy(self._matrix(name).dequantize())
+            return torch.from_numpy(self._rows(name, 0, self._entries[name].shape[0]).dequantize())
         tensor: Tensor = self._handle.get_tensor(name).float()
         if not tensor.isfinite().all():
             raise ModelFileError(f"the tensor {name} holds infinities or NaN", needed="finite weights", do=_DAMAGED)
         return tensor
 
     def quantized(self, name: str, first: int, end: int) -> QTensor | None:
-        return self._matrix(name).rows(first, end) if name in self._entries else None
+        return self._rows(name, first, end) if name in self._entries else None
 
-    def _matrix(self, name: str) -> QTensor:
-        parts = {key: self._handle.get_tensor(key).numpy() for key in self._parts[name]}
-        return restore(self._entries[name], {key.split(MARK)[1]: values for key, values in parts.items()}, name)
+    def _rows(self, name: str, first: int, end: int) -> QTensor:
+        """Only these rows are read: a backend packs a large matrix some at a time."""
+        entry = self._entries[name]
+        parts: Parts = {}
+        for key in self._parts[name]:
+            piece = self._handle.get_slice(key)
+            whole = piece.get_shape()[0] != entry.shape[0]  # one scale for all rows; or damage, which restore tells
+            parts[key.split(MARK)[1]] = (piece[:] if whole else piece[first:end]).numpy()
+        return restore(replace(entry, shape=(end - first, entry.shape[1])), parts, name)
 
     def _stored(self) -> dict[str, Stored]:
         stored: dict[str, Stored] = {}
@@ -117,9 +133,9 @@ class QuantizedFile:
         for key in self._handle.keys():  # noqa: SIM118 (not a mapping)
             piece = self._handle.get_slice(key)
             kind, shape = piece.get_dtype(), tuple(piece.get_shape())
-            name, mark, _ = key.partition(MARK)
-            if mark and name in self._entries:
-                sizes[name] += math.prod(shape) * {"U8": 1, "I8": 1, "F16": 2, "F32": 4}.get(kind, 4)
+            name, mark, part = key.partition(MARK)
+            if mark and name in self._entries and part in PARTS and kind in ARRAYS:
+                sizes[name] += math.prod(shape) * ARRAYS[kind]
                 self._parts[name].append(key)
             elif mark or kind not in FLOATS or name in self._entries:
                 raise _broken(self.name, f"{key} ({kind})", "arrays of its entries, and tensors of floats")
@@ -187,11 +203,11 @@ def _entry(name: str, entry: Any) -> Entry:
             and len(code_range) == 2 and -128 <= code_range[0] < code_range[1] <= 127
             and found.scale_kind in ("f16", "f32", "e4m3", "e8m0") and 0 < found.tensor_scale < math.inf
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _broken(name, f"{entry!r}"[:120], "format, shape, group, code_range, scales, tensor_scale") from error
     if not sound or not isinstance(found.format, str):
         raise _broken(name, f"{entry!r}"[:120], "numbers that fit each other")
-    _ = found.coding  # refuses an unknown format
+    check_entry(found, name)
     return found
 
 

@@ -4,9 +4,7 @@ Opening a source reads headers only, so that the configuration, the tokenizer an
 before anything is allocated. `torch` pickles (.bin, .pt) are refused: reading one runs code.
 """
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,12 +18,12 @@ from nanokit.errors import ModelFileError
 from nanokit.gguf.reader import GGUFFile
 from nanokit.model.config import ModelConfig, config_from_transformers
 from nanokit.model.config_gguf import config_from_gguf
+from nanokit.model.directory import read_json, refuse_gguf_folder, weight_files
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.weights import GLOBAL_NAMES, Stored, TensorSource
 from nanokit.quant.formats import FORMATS
 from nanokit.quant.qtensor import QTensor
 
-JSON_LIMIT = 64 << 20
 # The files of a model folder that configuration and tokenizer are read from.
 DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                 "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
@@ -33,9 +31,10 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class ModelSource(TensorSource, Protocol):
-    """A model that has been opened but not read. name: the file's or folder's own."""
+    """A model that has been opened but not read. name: the file's or folder's own; files: all that it is read from."""
 
     name: str
+    files: tuple[Path, ...]
     config: ModelConfig
     tokenizer: Tokenizer
 
@@ -82,7 +81,7 @@ class GGUFSource:
 
     def __init__(self, path: Path, *, rope_base: float | None = None) -> None:
         self.file = GGUFFile.open(path)
-        self.name = path.name
+        self.name, self.files = path.name, self.file.files
         infos = self.file.tensors
         if "token_embd.weight" not in infos:
             raise ModelFileError(
@@ -100,13 +99,7 @@ class GGUFSource:
             rope_base=rope_base,
         )
         self.tokenizer = Tokenizer.from_gguf(self.file.metadata)
-        if self.tokenizer.vocab_size > self.config.vocab_size:
-            raise ModelFileError(
-                f"{path.name} has more tokens than its embedding has rows",
-                found=f"{self.tokenizer.vocab_size} tokens, {self.config.vocab_size} rows",
-                needed="a row for every token",
-                do="convert the model again from its source",
-            )
+        check_vocabulary(path.name, self.tokenizer, self.config)
         self.tokenizer.pad_to(self.config.vocab_size)
         self.stored = {
             name: Stored(info.shape, info.nbytes, info.type, kind.coding if (kind := FORMATS.get(info.type)) else None)
@@ -147,6 +140,17 @@ class GGUFSource:
         return 0
 
 
+def check_vocabulary(name: str, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raise ModelFileError for a token that has no row in the embedding."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelFileError(
+            f"{name} has more tokens than its embedding has rows",
+            found=f"{tokenizer.vocab_size} tokens, {config.vocab_size} rows",
+            needed="a row for every token",
+            do="convert the model again from its source",
+        )
+
+
 def unpermute(weight: Tensor, heads: int) -> Tensor:
     """From rows in interleaved rope order (pairs 2i, 2i+1, as llama GGUF files have them) to half-split order
     (pairs i, i + d/2, as transformers has them). weight: [heads * head_dim, …]; heads: key/value heads for k."""
@@ -168,14 +172,16 @@ class SafetensorsSource:
         """name: what the model is called in records and messages, the folder's own name if None."""
         self.name = name or directory.resolve().name
         self._directory = directory
-        _refuse_gguf_folder(directory)
+        refuse_gguf_folder(directory)
         self.config = config_from_transformers(read_json(directory / "config.json"), rope_base)
         self.tokenizer = Tokenizer.from_directory(directory)
         self.tokenizer.pad_to(self.config.vocab_size)
         self.stored: dict[str, Stored] = {}
         self._places: dict[str, Path] = {}
-        for path in _weight_files(directory):
+        for path in weight_files(directory):
             self._scan(path)
+        described = (directory / each for each in DESCRIPTIONS)
+        self.files = (*dict.fromkeys(self._places.values()), *(each for each in described if each.is_file()))
 
     def facts(self) -> dict[str, Any]:
         found = (self._directory / name for name in DESCRIPTIONS)
@@ -220,17 +226,6 @@ class SafetensorsSource:
         """None: a checkpoint of floats. (Quantized ones are refused when their config.json is read.)"""
 
 
-def _refuse_gguf_folder(directory: Path) -> None:
-    found = sorted(path.name for path in directory.glob("*.gguf"))
-    if found and not (directory / "config.json").is_file():
-        raise ModelFileError(
-            f"{directory} is a folder of GGUF files",
-            found=", ".join(found[:3]) + (" …" if len(found) > 3 else ""),
-            needed="one model",
-            do=f"name the file itself: {directory / found[0]}",
-        )
-
-
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
@@ -241,72 +236,3 @@ def _opened(path: Path) -> Any:
             needed="a complete safetensors file",
             do="download it again; a partial download and a Git LFS pointer look like this",
         ) from error
-
-
-def weight_names(directory: Path) -> list[str]:
-    """The files that hold the weights: those that the index names, or model.safetensors. Raises ModelFileError for an
-    index that is broken or points elsewhere; whether the files are there is not looked at."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return ["model.safetensors"]
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, Mapping) or not listed or not all(isinstance(v, str) for v in listed.values()):
-        raise ModelFileError(
-            f"{index.name} has no weight_map from tensor to file",
-            found=f"{listed!r:.120}",
-            needed="an object whose values are file names",
-            do="download the index again",
-        )
-    names = sorted(set(listed.values()))
-    outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
-    if outside:
-        raise ModelFileError(
-            f"{index.name} points to something else than weights beside it",
-            found=f"{outside[0]!r:.120}",
-            needed="plain names of .safetensors files",
-            do="use a safetensors checkpoint from a source that you trust",
-        )
-    return names
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    names = weight_names(directory)
-    missing = [name for name in names if not (directory / name).is_file()]
-    if not missing:
-        return [directory / name for name in names]
-    if names != ["model.safetensors"]:
-        raise ModelFileError(
-            f"{len(missing)} of {len(names)} weight files are missing",
-            found="no " + ", ".join(missing[:3]),
-            needed="every file that model.safetensors.index.json names",
-            do="finish the download",
-        )
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-    raise ModelFileError(
-        f"{directory.name} holds no safetensors weights",
-        found="pickled weights: " + ", ".join(pickles[:3]) if pickles else "no weight file",
-        needed="model.safetensors, or model.safetensors.index.json and its shards",
-        do="use a safetensors checkpoint: a pickle runs code when it is read" if pickles else "finish the download",
-    )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model folder, or ModelFileError naming the file."""
-    try:
-        if path.stat().st_size > JSON_LIMIT:
-            raise ModelFileError(
-                f"{path.name} is too large to be true",
-                found=f"{path.stat().st_size} bytes",
-                needed=f"at most {JSON_LIMIT}",
-            )
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(
-            f"{path.name} cannot be read",
-            found=str(error),
-            needed="a JSON object in UTF-8",
-            do="point at a folder that holds config.json, tokenizer.json and safetensors weights",
-        ) from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path.name} is not a JSON object", found=type(value).__name__, needed="an object")
-    return value

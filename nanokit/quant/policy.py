@@ -65,7 +65,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """A parsed policy. name: in canonical spelling, equal for equal policies; auto_bits: of `auto`, None otherwise."""
+    """A parsed policy. name: in one spelling, which reads as the same policy; auto_bits: of `auto`, None otherwise."""
 
     name: str
     rules: tuple[Rule, ...] = field(repr=False)
@@ -110,7 +110,7 @@ def parse_policy(text: str) -> Policy:
     bits = None
     if base.startswith("auto:"):
         bits, rules = _bits(base.removeprefix("auto:"), text), []
-        name = f"auto:{bits:g}"
+        name = f"auto:{bits!r}"
     elif base.startswith("mix:"):
         rules = [_rule(each, text, in_mix=True) for each in base.removeprefix("mix:").split(",")]
         name = "mix:" + ",".join(_spelled(rule) for rule in rules)
@@ -140,7 +140,7 @@ def _bits(text: str, policy: str) -> float:
 def _choice(text: str, policy: str) -> Choice:
     if text == "keep":
         return Choice()
-    name, plus, method = text.partition("+")
+    name, plus, method = (part.strip() for part in text.partition("+"))
     if plus and method not in METHODS:
         raise ParameterError(
             f"policy {policy!r}: unknown rounding method", found=method, needed=f"one of {', '.join(METHODS)}"
@@ -172,5 +172,6 @@ def _rule(text: str, policy: str, in_mix: bool = False) -> Rule:
     if first is not None and last is not None and not first <= last < MOST_LAYERS:
         raise ParameterError(f"policy {policy!r}: layers run upwards", found=selector, needed="such as 0-3.ffn")
     layers = None if first is None or last is None else (first, last)
-    spelled = ".".join(part for part in (selector.split(".")[0] if numbered else "", word) if part)
+    number = "" if layers is None else f"{layers[0]}" if layers[0] == layers[1] else f"{layers[0]}-{layers[1]}"
+    spelled = ".".join(part for part in (number, word if word != "all" or not number else "") if part)
     return Rule(spelled, roles, layers, _choice(choice.strip(), policy))

@@ -11,7 +11,8 @@
     minimums   like scales, or none
 
 Nibbles hold a code modulo 16, in two's complement where codes are negative. Bits per weight are counted from these very
-arrays, so a figure never leaves out a scale. What is computed with later is not this form but the backend's own.
+arrays, scales included (`nominal_bits` before there are any: scales of two bytes). What is computed with later is not
+this form but the backend's own.
 
 Rejected: the blocks of ggml (scales between codes, 32 columns only), and one file layout for each format.
 """
@@ -63,12 +64,8 @@ class Entry:
 
 
 def table_of(name: str) -> np.ndarray | None:
-    """The values of a format's codes, None where the codes are the values. Raises ModelFileError for a stranger."""
-    if is_format(name):
-        return weight_format(name).table
-    if name in FORMATS and FORMATS[name].has_codes:
-        return FORMATS[name].table
-    raise ModelFileError("unknown weight format in a file", found=repr(name)[:80], needed="a format of this version")
+    """The values of a known format's codes, None where the codes are the values."""
+    return weight_format(name).table if is_format(name) else FORMATS[name].table
 
 
 def entry_of(q: QTensor) -> Entry:
@@ -95,15 +92,43 @@ def parts_of(q: QTensor) -> Parts:
     return parts
 
 
+def has_minimums(name: str) -> bool:
+    """Whether a format has a minimum beside each scale."""
+    return "-asym-" in name or name.lower() in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k")
+
+
 def nominal_bits(format_: WeightFormat, shape: tuple[int, ...]) -> float:
     """Bits per weight of a matrix in this format, known before it is quantized: scales of two bytes, where the format
     has no byte scales."""
     lowest, highest = format_.code_range
     code = 8 if (bits := max(4, (highest - lowest).bit_length())) > 5 else bits
-    has_minimum = "asym" in format_.name or format_.name in ("q4_1", "q5_1")
+    has_minimum = has_minimums(format_.name)
     scale = (8 if format_.name in BYTE_SCALES else 32 if format_.name == "nf4" else 16) * (1 + has_minimum)
     scales = 1 if format_.scope in ONE_SCALE else prod(shape) // format_.group_of(shape[-1])
     return code + (scale * scales + (32 if format_.name == "nvfp4" else 0)) / prod(shape)
+
+
+def check_entry(entry: Entry, name: str) -> None:
+    """Raise ModelFileError unless code range and group are those of the format: arithmetic trusts them."""
+    columns = entry.shape[-1]
+    if is_format(entry.format):
+        form = weight_format(entry.format)
+        code_range, group = form.code_range, form.group_of(columns)
+    else:
+        known = FORMATS.get(entry.format)
+        if known is None or not known.has_codes:
+            raise ModelFileError(
+                f"{name}: unknown weight format in a file", found=repr(entry.format)[:80],
+                needed="a format of this version", do="quantize the model again",
+            )  # fmt: skip
+        code_range, group = known.code_range, known.group
+    if (entry.code_range, entry.group) != (code_range, group):
+        raise ModelFileError(
+            f"{name} is not what {entry.format} is",
+            found=f"codes {entry.code_range} in groups of {entry.group}",
+            needed=f"codes {code_range} in groups of {group}",
+            do="the file is damaged: quantize the model again",
+        )
 
 
 def stored_nbytes(q: QTensor) -> int:
@@ -119,11 +144,17 @@ def restore(entry: Entry, parts: Parts, name: str) -> QTensor:
     grouped = (rows, columns // entry.group)
     codes = _codes(entry, parts, name)
     scales = _numbers(parts, "scales", entry, grouped, name)
-    minimums = _numbers(parts, "minimums", entry, grouped, name) if "minimums" in parts else None
-    if not np.isfinite(scales).all() or (minimums is not None and not np.isfinite(minimums).all()):
+    minimums = _numbers(parts, "minimums", entry, grouped, name) if has_minimums(entry.format) else None
+    if (minimums is None) != ("minimums" not in parts):
+        raise ModelFileError(f"{name} has minimums, which {entry.format} has not", do="quantize the model again")
+    reach = max(abs(end) for end in (entry.code_range if table is None else (int(table.min()), int(table.max()))))
+    with np.errstate(over="ignore", invalid="ignore"):
+        furthest = np.abs(scales).max() * np.float32(reach) + (0 if minimums is None else np.abs(minimums).max())
+    if not np.isfinite(furthest):
         raise ModelFileError(
-            f"{name} holds a scale that is not finite", needed="finite numbers", do="quantize it again"
-        )
+            f"{name} holds a weight that is not a finite number", found=f"scales up to {np.abs(scales).max()}",
+            needed="finite weights", do="quantize the model again",
+        )  # fmt: skip
     return QTensor(
         entry.format, entry.shape, codes, scales, minimums, entry.group, table, entry.code_range, entry.tensor_scale
     )
@@ -176,7 +207,8 @@ def _kept(values: np.ndarray, entry: Entry) -> np.ndarray:
 def _numbers(parts: Parts, which: str, entry: Entry, grouped: tuple[int, int], name: str) -> np.ndarray:
     """Scales or minimums of every group, fp32 [rows, groups]."""
     dtype = {"f16": np.float16, "f32": np.float32, "e4m3": np.uint8, "e8m0": np.uint8}[entry.scale_kind]
-    one = parts.get(which) is not None and parts[which].shape == (1, 1)
+    wide = is_format(entry.format) and weight_format(entry.format).scope in ONE_SCALE
+    one = wide and parts.get(which) is not None and parts[which].shape == (1, 1)
     kept = _part(parts, which, (1, 1) if one else grouped, dtype, name)
     if entry.scale_kind == "e8m0":
         values = np.ldexp(np.float32(1), kept.astype(np.int32) - E8M0_BIAS)

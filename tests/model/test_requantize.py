@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tiny import compiled_model, save_tiny, save_tiny_gguf
 
 import nanokit
-from nanokit.errors import ModelFileError, ParameterError
+from nanokit.errors import ModelFileError, NanokitError, ParameterError
 from nanokit.model import saved
 from nanokit.model.load import open_model
 from nanokit.model.quantize import interleaved, quantize
@@ -126,9 +126,72 @@ def test_a_gguf_file_is_the_policy_loaded(policy: str, gguf: Path, tmp_path: Pat
     quantize(gguf, tmp_path / "out.gguf", policy)
     assert torch.equal(logits(tmp_path / "out.gguf"), logits(gguf, policy))
     fields, before = (GGUFReader(path).fields for path in (tmp_path / "out.gguf", gguf))
-    assert set(fields) == set(before)
+    assert set(fields) == {*before, "general.quantization_version"}, "the format wants it beside quantized tensors"
     kept = [name for name in before if name not in ("general.file_type", "GGUF.tensor_count", "GGUF.kv_count")]
     assert all(fields[name].contents() == before[name].contents() for name in kept)
+
+
+def test_floats_become_a_gguf_file(tmp_path: Path) -> None:
+    """The head that nobody named has to become something that GGUF has."""
+    model = save_tiny_gguf(tmp_path / "f16.gguf", compiled_model("llama", tied=True), types="F16")
+    quantize(model, tmp_path / "out.gguf", "q4_0")
+    assert open_model(tmp_path / "out.gguf").stored["token_embd.weight"].type == "Q8_0"
+    assert nanokit.load(tmp_path / "out.gguf", ctx=64).model.compiled
+
+
+@pytest.mark.parametrize("policy", ["int4-sym-g32+awq", "int4-sym-g32+gptq"])
+def test_a_text_rounds_when_the_first_weight_is_asked_for(policy: str, tmp_path: Path) -> None:
+    """Calibrated at once, a wrong option would be refused after minutes. What awq makes of a norm keeps its digits."""
+    folder = save_tiny(tmp_path / "tiny", compiled_model("llama").bfloat16())
+    calls: list[str] = []
+    texts = [list(range(1, 60))]
+    found = requantized(open_model(folder), policy, calibration=texts, progress=lambda *at: calls.append(at[2]))
+    assert not calls
+    saved.write(found, tmp_path / "out.safetensors", policy)
+    assert calls.count("rounding layer 1") == 1
+    again = open_model(tmp_path / "out.safetensors")
+    assert all(torch.equal(again.tensor(name), found.tensor(name)) for name in found.stored)
+
+
+def test_a_surplus_head_is_left_behind(tmp_path: Path) -> None:
+    """A tied model whose file holds the head as well: quantized apart, the two would differ and nothing would load."""
+    from safetensors.torch import load_file
+
+    folder = save_tiny(tmp_path / "tiny", compiled_model("llama", tied=True))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    quantize(folder, tmp_path / "out.safetensors", "int4-sym-g32")
+    assert torch.equal(logits(tmp_path / "out.safetensors"), logits(folder, "int4-sym-g32"))
+
+
+def test_weights_that_are_no_numbers_are_named_before_the_text_runs(tmp_path: Path) -> None:
+    """Found in the last layer, they cost the whole calibration."""
+    from safetensors.torch import load_file
+
+    folder = save_tiny(tmp_path / "tiny", compiled_model("llama"))
+    tensors = load_file(folder / "model.safetensors")
+    names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)]
+    for name in names:
+        tensors[name][3, 4] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    calls: list[str] = []
+    with pytest.raises(ModelFileError) as caught:
+        requantized(open_model(folder), "nvfp4+gptq", progress=lambda *at: calls.append(at[2])).tensor(names[0])
+    assert all(name in str(caught.value) for name in names)
+    assert not calls
+
+
+def test_a_large_matrix_is_read_by_rows(gguf: Path, tmp_path: Path) -> None:
+    """Restored whole for each piece, the head of a large model would take minutes to pack."""
+    quantize(gguf, tmp_path / "m.safetensors", "int8-sym-tensor;down=nvfp4;q=q5_0")
+    source = open_model(tmp_path / "m.safetensors")
+    for name, stored in source.stored.items():
+        if stored.coding:
+            whole, part = source.quantized(name, 0, stored.shape[0]), source.quantized(name, 5, 9)
+            assert whole is not None
+            assert part is not None
+            assert np.array_equal(part.dequantize(), whole.dequantize()[5:9])
 
 
 def test_rows_go_back_into_interleaved_order() -> None:
@@ -155,17 +218,23 @@ def test_what_cannot_be_written(folder: Path, gguf: Path, tmp_path: Path) -> Non
     for model, target, policy, says in (
         (folder, there, "nvfp4", "exists already"),
         (folder, tmp_path / "out.bin", "nvfp4", "says what it becomes"),
-        (folder, tmp_path / "no" / "out.gguf", "q4_0", "no such folder"),
         (folder, tmp_path / "out.gguf", "q4_0", "only a GGUF file"),
         (gguf, tmp_path / "out.gguf", "int4-sym-g32", "GGUF has no type for int4-sym-g32"),
+        (gguf, tmp_path / "out.gguf", "auto:8", "GGUF has no type for auto:8"),
+        (gguf, tmp_path / "out.gguf", "nvfp4+gptq", "GGUF has no type for nvfp4"),
         (gguf, tmp_path / "out.safetensors", "int4-sym", "unknown weight format"),
     ):
         with pytest.raises(ParameterError, match=says):
             quantize(model, target, policy)
     assert there.read_bytes() == b"mine"
     assert list(tmp_path.iterdir()) == [there]
-    with pytest.raises(ParameterError, match="exists already"):
-        quantize(gguf, gguf, "q4_0", force=True)
+    for model, part in ((gguf, gguf), (folder, folder / "model.safetensors")):
+        with pytest.raises(ParameterError, match="a file of the model itself"):
+            quantize(model, part, "q4_0" if model == gguf else "nvfp4", force=True)
+    with pytest.raises(NanokitError, match="cannot be written"):
+        quantize(folder, tmp_path / "no" / "out.safetensors", "nvfp4")
+    with pytest.raises(ParameterError, match="stay in their file"):
+        nanokit.load(gguf, policy="nvfp4", mapped=True)
     quantize(folder, there, "nvfp4", force=True)
     assert there.stat().st_size > 4
 
@@ -229,6 +298,12 @@ def test_damaged_files_are_refused(folder: Path, tmp_path: Path) -> None:
         (with_entry(tensor_scale=float("inf")), "damaged"),
         (with_entry(format="int3"), "unknown weight format"),
         (with_entry(scales="f8"), "numbers that fit"),
+        (with_entry(code_range=[-8, 7]), "is not what int4-sym-g32 is"),
+        (with_entry(group=16), "is not what int4-sym-g32 is"),
+        (with_entry(format="int4-asym-g32", code_range=[0, 15]), "minimums"),
+        (with_entry(tensor_scale=10**400), "damaged"),
+        ({"tensors": {name + "::scales": torch.zeros(96, 2, dtype=torch.bfloat16)}}, "arrays of its entries"),
+        ({"tensors": {name + "::minimums": torch.zeros(96, 2, dtype=torch.float16)}}, "has minimums"),
         ({"tensors": {"extra::codes": torch.zeros(3)}}, "arrays of its entries"),
         ({"tensors": {"extra": torch.zeros(3)}}, "does not use"),
     ):

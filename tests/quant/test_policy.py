@@ -44,6 +44,15 @@ def test_the_last_override_wins() -> None:
     assert policy.choice("up", 4).name == "nvfp4"
 
 
+def test_one_spelling() -> None:
+    """Two names of one policy would be two rows of a table."""
+    names = {parse_policy(f"nvfp4;{rule}").name for rule in ("3-3.q=keep", "03.q = keep", "3.Q=keep")}
+    assert names == {"nvfp4;3.q=keep"}
+    assert parse_policy("nvfp4;0.all=nf4").name == parse_policy("nvfp4;0=nf4").name
+    assert parse_policy("nvfp4 + gptq").name == "nvfp4+gptq"
+    assert parse_policy("auto:4.1234567").auto_bits == parse_policy(parse_policy("auto:4.1234567").name).auto_bits
+
+
 def test_auto_has_a_budget_and_no_choices_yet() -> None:
     """Taking auto for a policy that changes nothing would report the stored model's quality as its own."""
     policy = parse_policy("auto:4.25")

@@ -79,9 +79,13 @@ ENTRY, PARTS = entry_of(Q), parts_of(Q)
         (ENTRY, {"scales": PARTS["scales"]}, "codes of w"),
         (ENTRY, PARTS | {"codes": PARTS["codes"][:-1]}, "codes of w"),
         (ENTRY, PARTS | {"scales": PARTS["scales"].astype(np.float32)}, "scales of w"),
-        (ENTRY, PARTS | {"scales": np.full_like(PARTS["scales"], np.nan)}, "not finite"),
+        (ENTRY, PARTS | {"scales": np.full_like(PARTS["scales"], np.nan)}, "not a finite number"),
         (ENTRY, PARTS | {"codes": np.full_like(PARTS["codes"], 0x88)}, "codes that int4-sym-g32 does not have"),
-        (replace(ENTRY, format="int3"), PARTS, "unknown weight format"),
+        (
+            replace(ENTRY, scale_kind="f32"),
+            PARTS | {"scales": np.full((4, 2), 3e38, np.float32)},
+            "not a finite number",
+        ),
     ],
 )
 def test_what_contradicts_the_entry_is_refused(entry: Entry, parts: dict, says: str) -> None:
