@@ -218,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("source", metavar="MODEL", help="as for --model of generate")
     quantize.add_argument("target", metavar="OUT", help="….safetensors (all formats) or ….gguf (those that GGUF has)")
     quantize.add_argument(
-        "--policy", required=True, help="such as int4-sym-g64, nvfp4+gptq, mix:attn=…,ffn=…, auto:4.25"
+        "--policy", help="such as int8-sym-channel, nvfp4+gptq, mix:attn=…,ffn=…, auto:4.25 (int4-sym-g32)"
     )
     quantize.add_argument(
         "--calibration", metavar="FILE", help="text that awq, gptq and auto look at (default: our own)"

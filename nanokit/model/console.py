@@ -7,6 +7,7 @@ from tqdm import tqdm
 
 from nanokit.model.memory import human
 from nanokit.model.quantize import quantize as write_quantized
+from nanokit.quant.policy import DEFAULT
 
 
 def quantize(args: argparse.Namespace) -> int:
@@ -18,7 +19,12 @@ def quantize(args: argparse.Namespace) -> int:
             bar.set_description(what)
 
         written = write_quantized(
-            args.source, args.target, args.policy, calibration=args.calibration, force=args.force, progress=progress
+            args.source,
+            args.target,
+            args.policy or DEFAULT,
+            calibration=args.calibration,
+            force=args.force,
+            progress=progress,
         )
     if not written.before:
         print("nanokit: this policy keeps everything as it is stored", file=sys.stderr)

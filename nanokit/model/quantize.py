@@ -22,7 +22,7 @@ from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource
 from nanokit.quant.ggml import GGML_FORMATS, to_blocks
-from nanokit.quant.policy import FLOAT_HEAD, Policy, parse_policy
+from nanokit.quant.policy import DEFAULT, FLOAT_HEAD, Policy, parse_policy
 
 Replaced = dict[str, tuple[str, np.ndarray]]
 IN_GGUF = (*GGML_FORMATS, "mxfp4")
@@ -45,7 +45,7 @@ class Written:
 def quantize(
     model: str | Path,
     target: str | Path,
-    policy: str,
+    policy: str = DEFAULT,
     *,
     calibration: str | Path | None = None,
     force: bool = False,
