@@ -28,6 +28,7 @@ CALIBRATION_TEXT = "texts/lighthouse.txt"
 CALIBRATION_TOKENS = 512
 DEFAULT_CTX = 8192
 DEFAULT_KV_MEMORY = 1 << 30
+SMALLER_PAGES = {"fp32": "fp16", "fp16": "int8", "int8": "int4", "int8-static": "int4"}  # on every device
 
 
 class LoadedEngine(Engine):
@@ -35,55 +36,67 @@ class LoadedEngine(Engine):
 
     model: Transformer
     tokenizer: Tokenizer
+    kv: PagedKV
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, *, kv: PagedKV) -> None:
+        super().__init__(model, tokenizer, config, kv=kv)
+        self.pool.released = kv.release
 
     def calibrate(self, prompt: Prompt | None = None) -> None:
         """Take the peaks of static activations from one forward over a prompt; None is the beginning of the kit's own
         text, which is what `load` takes for an engine that is static itself. Any other engine on kernels that have the
         mode computes static requests from then on. Forgets cached prompts: pages under other peaks are other pages.
 
-        Raises RequestError for a prompt that is longer than the KV pool, and while requests wait or run.
+        Raises RequestError for a prompt that is longer than the context or the KV pool, and while requests wait or run.
         """
         size = self.config.block_size
         ids = self._calibration_ids(prompt)
         with self._lock:
-            self._forget_pages("static activations")
-            if len(ids) > self.pool.num_blocks * size:
-                raise RequestError(
-                    "the calibration text does not fit into the KV pool",
-                    found=f"{len(ids)} tokens",
-                    needed=f"at most {self.pool.num_blocks * size}",
-                )
+            self._check_idle("static activations")
             blocks = [self.pool.allocate() for _ in range(-(-len(ids) // size))]
             try:
                 self.model.calibrate(self.model.peaks_of(Batch(ids, [len(ids)], [len(ids)], [blocks]), self.kv))
             finally:
                 self.pool.release(blocks)
+            self._forget_pages()
 
     def calibrate_kv(self, prompt: Prompt | None = None) -> None:
         """Take the scales of int8-static pages from a prompt; None is the beginning of the kit's own text, which `load`
         takes. Forgets cached prompts.
 
-        Raises RequestError while requests wait or run, ParameterError for pages of another format.
+        Raises RequestError for a prompt as `calibrate` does, and while requests wait or run; ParameterError for pages
+        of another format.
         """
+        self.kv.check_static()
         ids = self._calibration_ids(prompt)
         with self._lock:
-            self._forget_pages("int8-static pages")
+            self._check_idle("int8-static pages")
             self.kv.calibrate(kv_peaks(self.model, ids))
+            self._forget_pages()
 
     def _calibration_ids(self, prompt: Prompt | None) -> list[int]:
+        room = min(self.config.max_context, self.pool.num_blocks * self.config.block_size)
         if prompt is None:
             text = (data_dir() / CALIBRATION_TEXT).read_text(encoding="utf-8")
-            room = self.pool.num_blocks * self.config.block_size
             prompt = self.tokenizer.encode(text)[: min(CALIBRATION_TOKENS, room)]
-        return prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+        ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+        if len(ids) > room:
+            raise RequestError(
+                "the calibration text does not fit into the context, or into the KV pool",
+                found=f"{len(ids)} tokens",
+                needed=f"at most {room}",
+            )
+        return ids
 
-    def _forget_pages(self, what: str) -> None:
+    def _check_idle(self, what: str) -> None:
         if self._requests:
             raise RequestError(
                 f"{what} cannot be calibrated now",
                 found=f"{len(self._requests)} requests that wait or run",
                 needed="none: their pages were computed under the peaks that stand",
             )
+
+    def _forget_pages(self) -> None:
         if self.scheduler.prefix is not None:
             self.scheduler.prefix.clear()
 
@@ -164,13 +177,12 @@ def load(
     if mapped is None and policy is None and not opened.on_gpu:
         opened = _placed(opened, activations, kv_bytes)
     memory.check_budget(
-        opened.weight_bytes, kv_bytes, opened.source.name, _kv_advice(max_context, sizes.per_block),
+        opened.weight_bytes, kv_bytes, opened.source.name, _kv_advice(max_context, sizes, kv_format),
         free=memory.free_gpu_memory(opened.device) if opened.device.type == "cuda" else None,
     )  # fmt: skip
     model = _read(opened)
     pages = PagedKV(config, num_blocks, kv_format, model.device)
     engine = LoadedEngine(model, model_source.tokenizer, engine_config, kv=pages)
-    engine.pool.released = pages.release
     if kv_format == "int8-static":
         engine.calibrate_kv()
     if model.activations == "static":
@@ -248,8 +260,8 @@ def _blocks(kv_memory: int | str | None, max_context: int, max_seqs: int, sizes:
     return blocks
 
 
-def _kv_advice(max_context: int, per_block: int) -> str:
-    one = memory.human(-(-max_context // BLOCK_SIZE) * per_block)
-    return (
-        f'lower ctx (now {max_context}: one full sequence takes {one}), kv_memory or max_seqs, or use kv_format="fp16"'
-    )
+def _kv_advice(max_context: int, sizes: PoolBytes, kv_format: str) -> str:
+    one = memory.human(sizes.of(-(-max_context // BLOCK_SIZE)))
+    lower = f"lower ctx (now {max_context}: one full sequence takes {one}), kv_memory or max_seqs"
+    smaller = SMALLER_PAGES.get(kv_format)
+    return f'{lower}, or use kv_format="{smaller}"' if smaller else lower

@@ -151,11 +151,15 @@ class PagedKV:
         """Of int8-static pages: what keys and values of each head are scaled by, fp32 [2, Hk]; else None."""
         return None if self.kv_peaks is None else self._layer_peaks[index]
 
+    def check_static(self) -> None:
+        """Raises ParameterError for pages that `calibrate` would refuse."""
+        if self.kv_format != "int8-static":
+            raise ParameterError("only int8-static pages are calibrated", found=self.kv_format, needed="int8-static")
+
     def calibrate(self, peaks: Tensor) -> None:
         """Set the largest magnitudes, fp32 [layers, 2 (keys, values), Hk], that tokens written from now on are scaled
         by. Raises ParameterError for peaks that are no scales of these pages, and for another format."""
-        if self.kv_format != "int8-static":
-            raise ParameterError("only int8-static pages are calibrated", found=self.kv_format, needed="int8-static")
+        self.check_static()
         self.kv_peaks = checked_peaks(peaks, self._peaks_shape)
         self._layer_peaks = [layer.to(self.device, copy=True) for layer in self.kv_peaks]  # each on 16 bytes and more
 

@@ -3,6 +3,8 @@
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from nanokit.errors import ParameterError
+
 if TYPE_CHECKING:
     from nanokit.engine.load import LoadedEngine
 
@@ -23,7 +25,20 @@ def engine_for(model: str = "", activations: str = "", kv_format: str = "") -> "
 def in_mode(engine: "LoadedEngine", mode: str) -> "LoadedEngine":
     """The same weights and pages as an engine whose requests all run in this activation mode, for code that asks an
     engine and knows of no modes. One at a time: each believes that the pages are its own. Raises ParameterError for a
-    mode that the model cannot run, or cannot run yet."""
+    mode that the model cannot run, or cannot run yet, and for an engine whose pages hold something: a prefix cache, or
+    requests that wait or run."""
     from nanokit.engine.load import LoadedEngine
 
+    if engine.config.prefix_cache:
+        raise ParameterError(
+            "a second engine would overwrite the pages that the first has cached",
+            found="an engine with a prefix cache",
+            do="load it with prefix_cache=False",
+        )
+    if engine.has_work:
+        raise ParameterError(
+            "a second engine would overwrite the pages of what the first computes",
+            found="requests that wait or run",
+            do="finish or abort them first",
+        )
     return LoadedEngine(engine.model.in_mode(mode), engine.tokenizer, engine.config, kv=engine.kv)

@@ -166,7 +166,8 @@ class Transformer:
             self._bound = opened.bind()
         self.kernels = self._bound.variant  # "avx512", …, "triton"; "torch" is the reference
         self.head = FullHead(self._bound, self.vocab_size)
-        self._others: dict[str, Transformer] = {}  # of this model, in the modes that were asked for
+        # Of the modes asked for; one dict that the model in all its modes shares, so that peaks have one place.
+        self._by_mode = {self.activations: (self._bound, self.head)}
         self._observers: list[Observer] = []  # one list for the model in all its modes
 
     def in_mode(self, mode: str) -> "Transformer":
@@ -178,14 +179,12 @@ class Transformer:
         return found
 
     def _in_mode(self, mode: str) -> "Transformer":
-        if mode == self.activations:
-            return self
-        if mode not in self._others:
-            other = copy(self)
-            other._bound, other.activations, other._others = self._bound.in_mode(mode), mode, {}
-            other.head = FullHead(other._bound, self.vocab_size)
-            self._others[mode] = other
-        return self._others[mode]
+        if mode not in self._by_mode:
+            bound = self._bound.in_mode(mode)
+            self._by_mode[mode] = bound, FullHead(bound, self.vocab_size)
+        other = copy(self)
+        (other._bound, other.head), other.activations = self._by_mode[mode], mode
+        return other
 
     def forward(self, batch: Batch, pages: Any) -> Tensor:
         """Hidden states after the final norm, [rows, hidden_size]; the keys and values of the batch's tokens are in

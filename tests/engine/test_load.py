@@ -91,6 +91,12 @@ def test_too_little_memory_is_refused_with_numbers_before_weights_are_read(
         assert part in message
     for option in ("ctx (now 512", "kv_memory", "max_seqs", 'kv_format="fp16"'):
         assert option in caught.value.do
+    smaller = {"fp16": "int8", "int8": "int4", "int8-static": "int4", "int4": None}
+    for kv_format, advised in smaller.items():
+        with pytest.raises(MemoryBudgetError) as caught:
+            load(tiny, kv_memory="99GiB", kv_format=kv_format)
+        assert ("kv_format" in caught.value.do) == (advised is not None)
+        assert not advised or f'kv_format="{advised}"' in caught.value.do
     with pytest.raises(MemoryBudgetError, match=r"99\.00 GiB for KV pages"):
         load(tiny, kv_memory="99GiB")
 

@@ -159,6 +159,37 @@ def hidden(engine: LoadedEngine, mode: str, ids: list[int]) -> tuple[torch.Tenso
     return found, model.head.logits(found)
 
 
+def test_peaks_are_of_the_model_whatever_mode_they_are_set_or_asked_in(file: Path) -> None:
+    """A model in a mode that kept modes of its own would not know them, and an engine over it would be uncalibrated."""
+    for own in ("a8g32", "fp32", "static"):
+        engine = load(file, ctx=256, activations=own, kv_format="fp16")
+        peaks = torch.full_like(load(file, ctx=64, activations="static").model.peaks, 3.0)
+        engine.model.in_mode("token").calibrate(peaks)
+        for path in (["static"], ["a16", "static"], ["static", "token", "static"]):
+            model = engine.model
+            for mode in path:
+                model = model.in_mode(mode)
+            assert torch.equal(model.peaks, peaks)
+            assert torch.equal(engine.model.peaks, peaks)
+            assert (model.activations, engine.model.activations) == ("static", own)
+
+
+def test_a_calibration_text_is_refused_before_anything_is_forgotten_or_computed(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the context, where kernels have no scratch for it; and scales for pages that have none."""
+    engine, scaled = load(file, ctx=128, max_seqs=4), load(file, ctx=128, max_seqs=4, kv_format="int8-static")
+    for each in (engine, scaled):
+        each.generate([PROMPTS[2]], GREEDY)
+    monkeypatch.setattr(type(engine.model), "peaks_of", lambda *_: pytest.fail("a forward ran"))
+    for calibrate in (engine.calibrate, scaled.calibrate, scaled.calibrate_kv):
+        with pytest.raises(RequestError, match=r"(?s)129 tokens.*at most 128"):
+            calibrate([1] * 129)
+    with pytest.raises(ParameterError, match="only int8-static"):
+        engine.calibrate_kv(PROMPTS[0])
+    assert engine.scheduler.prefix.num_cached == scaled.scheduler.prefix.num_cached == 1
+
+
 @pytest.mark.parametrize("mode", INTEGER)
 def test_the_compiled_model_in_a_mode_is_the_model_loaded_in_it(file: Path, mode: str) -> None:
     """Hidden states and logits, whose input is quantized as well: the same bits from one packing of the weights."""
