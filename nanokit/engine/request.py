@@ -93,6 +93,7 @@ class Request:
     mode: InitVar[str | None] = None  # activation mode; None is the engine's own
     spans: list[tuple[int, str | None]] = field(init=False)  # (first token, mode), ascending, the first one from 0
     num_computed: int = 0  # tokens whose KV lies in `blocks`
+    furthest: int = 0  # tokens that were ever computed, before a preemption as well
     blocks: list[int] = field(default_factory=list)
     prefix_tail: Node | None = None  # where the prefix cache goes on from for this sequence
     cached_tokens: int = 0
@@ -128,8 +129,8 @@ class Request:
         return self.spans[1][0] if len(self.spans) > 1 else len(self.tokens)
 
     def change_mode(self, mode: str | None) -> None:
-        """Compute in this mode whatever has not been computed; see the module."""
-        first = len(self.tokens) - 1 if self.num_generated else self.num_computed
+        """Compute in this mode whatever was never computed; see the module."""
+        first = len(self.tokens) - 1 if self.num_generated else max(self.furthest, self.num_computed)
         kept = [span for span in self.spans if span[0] < first]
         self.spans = kept if kept and kept[-1][1] == mode else [*kept, (first, mode)]
 

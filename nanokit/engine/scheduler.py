@@ -135,6 +135,7 @@ class Scheduler:
         for request, length in step.lengths.items():
             before = request.num_computed // self.block_size
             request.num_computed += length
+            request.furthest = max(request.furthest, request.num_computed)
             shared = min(request.num_computed, request.sharable)
             if self.prefix is not None and shared // self.block_size > before:
                 request.prefix_tail = self.prefix.register(

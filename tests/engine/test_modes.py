@@ -58,27 +58,29 @@ def expected(prompt: list[int], count: int, spans: list[tuple[int, int]]) -> lis
 @given(st.integers(0, 2**32))
 def test_answers_of_mixed_modes_are_those_of_each_alone(seed: int) -> None:
     """Requests of several modes over common prompts, a pool too small for all, modes that change on the way: a page of
-    another mode that is hit, a chunk computed in the mode of a neighbour, a preempted answer computed again in the mode
-    that it has by now, all give another token."""
+    another mode that is hit, a chunk computed in the mode of a neighbour, a preempted answer or half of a prompt
+    computed again in the mode that it has by now, all give another token."""
     rng = random.Random(seed)
-    engine = make_engine(num_blocks=12, max_seqs=4, token_budget=rng.choice([5, 9, 64]))
-    stem = [rng.randrange(30) for _ in range(9)]
-    prompts = [stem[: rng.randrange(1, 10)] + [rng.randrange(30)] * rng.randrange(3) for _ in range(6)]
+    engine = make_engine(num_blocks=rng.choice([8, 10, 12, 40]), max_seqs=4, token_budget=rng.choice([5, 9, 64]))
+    stem = [rng.randrange(30) for _ in range(20)]
+    prompts = [stem[: rng.randrange(1, 21)] + [rng.randrange(30)] * rng.randrange(3) for _ in range(6)]
     starts = [rng.randrange(3) for _ in prompts]
     spans = [[(0, number)] for number in starts]
     ids = [engine.add(p, asked(MODES[number])) for p, number in zip(prompts, starts, strict=True)]
     done: dict[int, list[int]] = {}
-    drawn = dict.fromkeys(ids, 0)
+    drawn, computed = dict.fromkeys(ids, 0), dict.fromkeys(ids, 0)  # computed: ever, of what has not drawn yet
     while engine.has_work:
         for chunk in engine.step():
             drawn[chunk.request_id] += len(chunk.token_ids)
             if chunk.completion:
                 done[chunk.request_id] = chunk.completion.token_ids
+        for request in engine.scheduler.running:
+            computed[request.id] = max(computed[request.id], request.num_computed)
         own = rng.randrange(len(ids))
-        if rng.random() < 0.3 and drawn[ids[own]] and ids[own] not in done:
-            number = rng.randrange(3)
+        if rng.random() < 0.3 and ids[own] not in done:
+            number, count = rng.randrange(3), drawn[ids[own]]
             assert engine.update(ids[own], asked(MODES[number]))
-            spans[own].append((len(prompts[own]) + drawn[ids[own]] - 1, number))
+            spans[own].append((len(prompts[own]) + count - 1 if count else computed[ids[own]], number))
     for own, prompt in enumerate(prompts):
         assert done[ids[own]] == expected(prompt, 6, spans[own])
 
