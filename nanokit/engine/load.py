@@ -74,6 +74,12 @@ class LoadedEngine(Engine):
             self.kv.calibrate(kv_peaks(self.model, ids))
             self._forget_pages()
 
+    def check_integrity(self) -> None:
+        """As `Engine` does, and that of the pages."""
+        with self._lock:
+            super().check_integrity()
+            self.kv.check_integrity(self.config.max_seqs, self.config.token_budget)
+
     def _calibration_ids(self, prompt: Prompt | None) -> list[int]:
         room = min(self.config.max_context, self.pool.num_blocks * self.config.block_size)
         if prompt is None:

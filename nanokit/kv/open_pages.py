@@ -34,8 +34,9 @@ KEPT = BLOCK_SIZE + DEEPEST_SPECULATION
 
 def open_blocks(max_seqs: int, token_budget: int) -> int:
     """The most blocks whose originals are in memory at a time. Of a sequence: the last KEPT tokens, the page under way,
-    and the end of what a step adds; and whole pages of a step's tokens."""
-    return max_seqs * (KEPT // BLOCK_SIZE + 2) + token_budget // BLOCK_SIZE
+    and the end of what a step adds; and whole pages of a step's tokens. Twice these: a step of several activation modes
+    is computed part by part, and a sequence gives back what its last step added when its own part begins."""
+    return max_seqs * (KEPT // BLOCK_SIZE + 2) + 2 * (token_budget // BLOCK_SIZE)
 
 
 class OpenPages:
@@ -78,6 +79,12 @@ class OpenPages:
             behind = reversed(table[: max(0, (first - KEPT) // BLOCK_SIZE)])
             self.release(list(takewhile(self._open.__contains__, behind)))
         return full
+
+    def check_integrity(self, most: int) -> None:
+        """Raise AssertionError unless every block has one state, and at most so many are open."""
+        assert not self._open & self._gone, f"open and gone: {self._open & self._gone}"
+        assert self._open <= set(range(len(self._all))), f"open, but not in the pool: {self._open}"
+        assert len(self._open) <= most, f"{len(self._open)} blocks are open, at most {most} were counted"
 
     def release(self, blocks: list[int]) -> None:
         """Nobody will write on in these blocks."""

@@ -181,6 +181,11 @@ class PagedKV:
         if self._open:
             self._open.release(list(blocks))
 
+    def check_integrity(self, max_seqs: int, token_budget: int) -> None:
+        """Raise AssertionError for open pages that an engine of these sizes cannot have."""
+        if self._open:
+            self._open.check_integrity(open_blocks(max_seqs, token_budget))
+
     def addresses(self) -> Addresses:
         """The same pages for C. They hold for as long as this object lives. Raises ParameterError for pages that do not
         lie in ordinary memory."""

@@ -110,9 +110,10 @@ def test_the_pool_tells_of_blocks_that_nobody_holds() -> None:
 
 
 def test_the_memory_check_counts_every_open_block() -> None:
-    """Sequences at every place in their pages, steps of the whole budget: never more open blocks than `open_blocks`."""
+    """Sequences at every place in their pages, steps of the whole budget, in one part and in two, as two activation
+    modes have it: never more open blocks than `open_blocks`."""
     draw = torch.Generator().manual_seed(0)
-    for max_seqs, budget in ((1, 1), (1, 512), (3, 64), (4, 300)):
+    for max_seqs, budget, parts in ((1, 1, 1), (1, 512, 1), (3, 64, 1), (4, 300, 1), (3, 64, 2), (4, 300, 2)):
         pages = PagedKV(SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=16), 400, "kivi4")
         tables = [list(range(100 * i, 100 * i + 100)) for i in range(max_seqs)]
         lengths, most = [0] * max_seqs, 0
@@ -123,11 +124,37 @@ def test_the_memory_check_counts_every_open_block() -> None:
                 some = int(torch.randint(1, room - least + 1, (1,), generator=draw))
                 queries.append(min(some, 6400 - lengths[i]))
                 room -= queries[-1]
+            order = torch.randperm(max_seqs, generator=draw).tolist()
+            queries = [queries[i] for i in order]
             lengths = [length + query for length, query in zip(lengths, queries, strict=True)]
-            pages.begin_step(Batch([0] * sum(queries), queries, lengths, tables))
-            assert pages._open is not None
-            most = max(most, len(pages._open._open))
+            for part in range(parts):
+                mine = [i for i in range(max_seqs) if order[i] % parts == part]
+                took = [queries[i] for i in mine]
+                pages.begin_step(Batch([0] * sum(took), took, [lengths[i] for i in mine], [tables[i] for i in mine]))
+                pages.check_integrity(max_seqs, budget)
+                assert pages._open is not None
+                most = max(most, len(pages._open._open))
         assert 0 < most <= open_blocks(max_seqs, budget)
+
+
+def test_a_step_of_two_modes_leaves_the_pages_of_two_steps_open() -> None:
+    """One prompt fills a step; in the next another does, in a part that is computed before the first one's first
+    decode, with which alone its pages are given back."""
+    pages = PagedKV(SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=16), 200, "kivi4")
+    tables = [list(range(64 * i, 64 * i + 64)) for i in range(3)]
+    budget, most = 2048, 0
+    for part in ([(0, 0, 190)], [(0, 190, 191)], [(1, 0, 2047)], [(0, 191, 192), (2, 0, 2046)], [(1, 2047, 2048)]):
+        queries = [end - first for _, first, end in part]
+        pages.begin_step(Batch([0] * sum(queries), queries, [end for *_, end in part], [tables[i] for i, *_ in part]))
+        pages.check_integrity(3, budget)
+        assert pages._open is not None
+        most = max(most, len(pages._open._open))
+    assert most > open_blocks(3, 0) + budget // BLOCK_SIZE
+    with pytest.raises(AssertionError, match="at most 12 were counted"):
+        pages.check_integrity(3, 0)
+    pages._open._gone.add(64)
+    with pytest.raises(AssertionError, match="open and gone"):
+        pages.check_integrity(3, budget)
 
 
 def test_a_part_of_a_mapping_is_given_back_to_its_borders() -> None:
