@@ -84,7 +84,7 @@ def test_python(code: str, folder: Path, environment: dict[str, str]) -> None:
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) > 10
+    assert done.stdout.strip()
 
 
 def test_links_and_pictures_are_there() -> None:

@@ -28,6 +28,7 @@ import numpy as np
 from nanokit.errors import ModelFileError
 from nanokit.gguf.header import TensorInfo
 from nanokit.gguf.reader import GGUFFile
+from nanokit.model.directory import weight_names
 from nanokit.quant.formats import FORMATS, Format
 
 KINDS = ("codes", "scales", "minimums", "plain", "padding")
@@ -111,8 +112,11 @@ def account(path: str | Path) -> Account:
     Raises ModelFileError for what is neither, and for files that are damaged or incomplete."""
     path = Path(path).expanduser()
     if path.is_dir():
-        return _of_safetensors(path, sorted(path.glob("*.safetensors")))
+        names = weight_names(path)
+        return _of_safetensors(path, [path / name for name in names if (path / name).is_file()])
     if path.suffix == ".safetensors":
+        if not path.is_file():
+            raise ModelFileError(f"there is no file {path}", needed="a .gguf or .safetensors file, or a folder of them")
         return _of_safetensors(path, [path])
     return _of_gguf(GGUFFile.open(path))
 

@@ -5,7 +5,6 @@ import sys
 
 from tqdm import tqdm
 
-from nanokit.model.memory import human
 from nanokit.model.quantize import quantize as write_quantized
 from nanokit.quant.policy import DEFAULT
 
@@ -26,16 +25,16 @@ def quantize(args: argparse.Namespace) -> int:
             force=args.force,
             progress=progress,
         )
+    changed = f"{written.bits_before:.2f} -> {written.bits_after:.2f} bits a weight over the matrices that changed"
     if not written.before:
-        print("nanokit: this policy keeps everything as it is stored", file=sys.stderr)
+        changed = "everything is kept as it is stored"
     if any(not name.startswith(("F32", "F16", "BF16")) for name in written.before):
         print(
             f"nanokit: quantized a second time ({', '.join(written.before)} before): what was lost stays lost",
             file=sys.stderr,
         )
     print(
-        f"nanokit: {written.policy}: {written.bits_before:.2f} -> {written.bits_after:.2f} bits a weight in the "
-        f"matrices that it names; the file has {human(written.nbytes)}",
+        f"nanokit: {written.policy}: {changed}; the file has {written.nbytes / 1e6:.1f} MB",
         file=sys.stderr,
     )
     print(written.path)

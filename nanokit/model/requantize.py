@@ -7,7 +7,7 @@ weight. Everything that can be refused is refused before that: a group that does
 matrices and what would fit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from nanokit.model.allocate import resolve
 from nanokit.model.calibrate import DATA_METHODS, Calibrated, Progress, calibrated, default_calibration
 from nanokit.model.source import ModelSource
 from nanokit.model.weights import GLOBAL_NAMES, Matrix, Stored, Weights, find_weights
-from nanokit.quant.policy import ATTENTION, FEED_FORWARD, FLOAT_HEAD, Choice, Policy, parse_policy
+from nanokit.quant.policy import ATTENTION, FEED_FORWARD, FLOAT_HEAD, ROLES, Choice, Policy, parse_policy
 from nanokit.quant.qtensor import Coding, QTensor
 from nanokit.quant.rounding import check_searchable, search
 from nanokit.quant.storage import nominal_bits
@@ -123,9 +123,15 @@ def choices_of(
             f"policy {policy.name} does not fit {source.name}",
             found="; ".join(f"{what} in {_some(names)}" for (what, _), names in refused.items()),
             needed="; ".join(dict.fromkeys(needed for _, needed in refused)),
-            do="choose one of these, or except the matrices: …;down=int4-sym-g64",
+            do=f"choose what fits all of them, or except those: {policy.name};{_excepting(roles, refused.values())}",
         )
     return choices
+
+
+def _excepting(roles: Mapping[str, tuple[str, int | None]], refused: Iterable[list[str]]) -> str:
+    """Overrides that leave these matrices out."""
+    found = {roles[name][0] for names in refused for name in names}
+    return ";".join(f"{role}=keep" for role in ROLES if role in found)
 
 
 def _some(names: list[str]) -> str:
