@@ -16,7 +16,7 @@ Rejected: each matrix by itself (seven measurements a layer for a choice that ha
 or second moments (errors of different matrices have no common unit but what the model says in the end).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -27,6 +27,7 @@ from torch.nn.functional import linear
 
 from nanokit.errors import ParameterError
 from nanokit.kernels.reference import Layer, rms_norm
+from nanokit.model.calibrate import Progress
 from nanokit.model.source import ModelSource
 from nanokit.model.weights import Weights, find_weights
 from nanokit.model.windows import Windows, read_layer, run_layer, windows_of
@@ -37,8 +38,6 @@ from nanokit.quant.weight_format import WeightFormat, weight_format
 CANDIDATES = ("int4-sym-channel", "int4-sym-g64", "nvfp4", "int8-sym-g64")
 HALVES = ("attn", "ffn")
 WINDOWS, WINDOW = 2, 256
-
-Progress = Callable[[int, int, str], None]  # done, in all, of what; may raise to end the work
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 What a product is given matters: an error in a weight that is multiplied by much is seen, another is not. So a text runs
 through the model, and each matrix is rounded for the inputs that it gets there, from layers that are rounded already:
 what the layers before did wrong is part of the input that a layer is rounded for. Second moments of one input at a time
-are held, and one layer in fp32.
+are held, and one layer in fp32. Moments grow with the square of the columns: what the largest take is compared with
+free memory before the first layer.
 
     +search   the best scale for each group; looks at no text
     +awq      columns of inputs that are large are made smaller, their weights larger (quant/awq.py); then a search for
@@ -27,13 +28,14 @@ import torch
 from torch import Tensor
 
 from nanokit.kernels.reference import Layer, Resident, rms_norm, silu_gate
+from nanokit.model import memory
 from nanokit.model.source import ModelSource
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.weights import LayerWeights, Matrix, Weights
 from nanokit.model.windows import Windows, attended, read_layer, windows_of
 from nanokit.paths import data_dir
 from nanokit.quant.awq import column_scales
-from nanokit.quant.gptq import gptq
+from nanokit.quant.gptq import PEAK_BYTES, gptq
 from nanokit.quant.policy import CLASSES, Choice
 from nanokit.quant.qtensor import QTensor
 from nanokit.quant.rounding import check_searchable, search
@@ -43,6 +45,10 @@ WINDOW = 512
 MOST_WINDOWS = 16
 TEXT = "texts/calibration.txt"
 DATA_METHODS = ("awq", "gptq")
+HELD_BYTES = {
+    "awq": 12,
+    "gptq": PEAK_BYTES,
+}  # at most, for each pair of columns; awq's are moments before, after a fold
 
 Progress = Callable[[int, int, str], None]  # done, in all, of what; may raise to end the work
 
@@ -83,11 +89,12 @@ def calibrated(
 
     weights: of the source; choices: for every matrix that is to be quantized, by its name. Raises ParameterError for
     windows that cannot be run and for formats whose scale several matrices share; ModelFileError for weights that are
-    not finite.
+    not finite; MemoryBudgetError where the second moments would not fit.
     """
     for choice in choices.values():
         if choice.format is not None and choice.method:
             check_searchable(choice.format)
+    _check_memory(source, choices)
     walk = _Walk(weights, choices, windows_of(source.config, token_ids))
     count = walk.layers_to_go()
     for index in range(count):
@@ -98,6 +105,20 @@ def calibrated(
     if progress is not None:
         progress(count, count, "rounded")
     return Calibrated(walk.matrices, walk.vectors)
+
+
+def _check_memory(source: ModelSource, choices: Mapping[str, Choice]) -> None:
+    """Raise MemoryBudgetError where what is held to round one of the matrices does not fit."""
+    asking = {name: choice.method for name, choice in choices.items() if choice.method in DATA_METHODS}
+    sizes = {name: source.stored[name].shape[1] ** 2 * HELD_BYTES[method] for name, method in asking.items()}
+    if sizes:
+        largest = max(sizes, key=sizes.__getitem__)
+        memory.check_room(
+            sizes[largest],
+            f"rounding {largest} by {asking[largest]}",
+            f"{memory.human(sizes[largest])} for second moments of {source.stored[largest].shape[1]:,} columns",
+            "use +search, which holds none, or free memory",
+        )
 
 
 class _Walk:
@@ -239,7 +260,7 @@ def _alone(choice: Choice) -> bool:
 
 def _moments(x: Tensor) -> Tensor:
     """Second moments fp32 [columns, columns] of inputs [rows, columns]."""
-    return x.T @ x / len(x)
+    return (x.T @ x).div_(len(x))
 
 
 def _size(moments: Tensor) -> Tensor:

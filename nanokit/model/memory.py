@@ -68,15 +68,17 @@ def check_budget(weight_bytes: int, kv_bytes: int, what: str, kv_advice: str, fr
     kv_advice: how the KV pages could be smaller, as the error's advice.
     """
     free = free_memory() if free is None else free
-    if weight_bytes + kv_bytes <= free:
-        return
+    advice = kv_advice
     if weight_bytes > free:
         advice = "use a smaller or more strongly quantized model, or free memory: the weights alone do not fit"
-    else:
-        advice = kv_advice
-    raise MemoryBudgetError(
-        f"{what} does not fit into memory",
-        found=f"{human(free)} free",
-        needed=f"{human(weight_bytes)} for weights + {human(kv_bytes)} for KV pages",
-        do=advice,
-    )
+    needed = f"{human(weight_bytes)} for weights + {human(kv_bytes)} for KV pages"
+    check_room(weight_bytes + kv_bytes, what, needed, advice, free)
+
+
+def check_room(nbytes: int, what: str, needed: str, advice: str, free: int | None = None) -> None:
+    """Raises MemoryBudgetError if so many bytes exceed `free` (now, if None). needed: the bytes in words."""
+    free = free_memory() if free is None else free
+    if nbytes > free:
+        raise MemoryBudgetError(
+            f"{what} does not fit into memory", found=f"{human(free)} free", needed=needed, do=advice
+        )

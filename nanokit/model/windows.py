@@ -21,8 +21,6 @@ from nanokit.kernels.reference import Layer, Resident, attention, heads, rms_nor
 from nanokit.model.config import ModelConfig
 from nanokit.model.weights import Weights
 
-PLACE_ROLES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
-
 
 @dataclass(frozen=True)
 class Windows:

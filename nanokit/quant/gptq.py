@@ -12,7 +12,8 @@ first, for the last have nobody left to correct them. Scales (and minimums) are 
 are, by the search that counts a column by its activity (rounding.fit): in this order groups are not done one by one.
 
 U comes from a Cholesky factor of H with its rows and columns reversed, in fp64: H = R R^T with R upper triangular,
-U = R^-1. That is the factor of the inverse without the inverse. A column whose input was always zero says nothing: it
+U = R^-1. That is the factor of the inverse without the inverse; H, R and U are never there all three (PEAK_BYTES). A
+column whose input was always zero says nothing: it
 has the mean second moment and no neighbours, and is rounded to nearest. `damp` of the mean second moment is added to
 all of them; where that leaves H without a factor, ten times as much, and a hundred times; then H is refused by name.
 
@@ -33,6 +34,7 @@ from nanokit.quant.rounding import search
 from nanokit.quant.weight_format import WeightFormat
 
 DAMP = 0.1  # the paper has .01, which with few tokens fits the calibration text and not others
+PEAK_BYTES = 20  # for each pair of columns: the moments in fp32, and two fp64 matrices of their size
 _BLOCK = 64
 _TRIES = 3
 
@@ -45,11 +47,11 @@ def gptq(
     damp: what is added to the diagonal, as a share of its mean. Raises what `rounding.search` raises, and
     ParameterError for second moments that are not finite, or not positive definite however they are damped.
     """
-    moments, diagonal = _checked(moments, weights.shape[1], name)
+    diagonal = _checked(moments, weights.shape[1], name)
     start = search(weights, fmt, diagonal, name=name)
     grid = grid_of(start)
     order = torch.argsort(diagonal, descending=True, stable=True)
-    factor = _inverse_factor(moments[order][:, order], damp, name).float()
+    factor = _inverse_factor(_backwards(moments, diagonal, order), damp, name).float()
     groups = (order // start.group).tolist()
     scales = torch.from_numpy(np.ascontiguousarray(start.scales.T))
     minimums = torch.zeros_like(scales)
@@ -77,31 +79,43 @@ def _corrected(left: Tensor, factor: Tensor, grid: Grid, scales: Tensor, minimum
     return left
 
 
-def _checked(moments: Tensor, columns: int, name: str) -> tuple[Tensor, Tensor]:
-    """Second moments in fp64, dead columns alone in them, and their diagonal as it was."""
-    moments = moments.double().clone()
-    diagonal = moments.diagonal().clone()
+def _checked(moments: Tensor, columns: int, name: str) -> Tensor:
+    """The diagonal of second moments that can be used, fp64."""
+    diagonal = moments.diagonal().double()
     if moments.shape != (columns, columns) or not moments.isfinite().all() or bool((diagonal < 0).any()):
         raise ParameterError(
             f"{name} cannot be rounded by gptq for these second moments",
             found=f"shape {list(moments.shape)}, diagonal from {float(diagonal.min()):.3g}",
             needed=f"finite numbers [{columns}, {columns}], none below zero on the diagonal",
         )
-    dead = diagonal == 0
-    moments[dead] = 0
-    moments[:, dead] = 0
-    moments.diagonal()[dead] = diagonal.mean() if not dead.all() else 1.0
-    return moments, diagonal
+    return diagonal
 
 
-def _inverse_factor(moments: Tensor, damp: float, name: str) -> Tensor:
-    """Upper triangular U, fp64, with U^T U the inverse of the damped second moments."""
-    one = torch.eye(len(moments), dtype=torch.float64)
+def _backwards(moments: Tensor, diagonal: Tensor, order: Tensor) -> Tensor:
+    """Second moments in fp64, the last column of `order` first, dead columns alone in them."""
+    last_first = order.flip(0)
+    picked = moments[last_first[:, None], last_first].double()
+    dead = diagonal[last_first] == 0
+    picked[dead] = 0
+    picked[:, dead] = 0
+    picked.diagonal()[dead] = diagonal.mean() if not dead.all() else 1.0
+    return picked
+
+
+def _inverse_factor(backwards: Tensor, damp: float, name: str) -> Tensor:
+    """Upper triangular U, fp64, with U^T U the inverse of the damped second moments. backwards: these, rows and columns
+    reversed; used up, so that a caller who keeps no name for them holds one matrix less."""
+    plain = backwards.diagonal().clone()
     for attempt in range(_TRIES):
-        added = damp * 10**attempt * float(moments.diagonal().mean())
-        lower, failed = torch.linalg.cholesky_ex((moments + added * one).flip(0, 1))
+        backwards.diagonal().copy_(plain + damp * 10**attempt * float(plain.mean()))
+        lower, failed = torch.linalg.cholesky_ex(backwards)
         if not failed:
-            return torch.linalg.solve_triangular(lower.flip(0, 1), one, upper=True)
+            del backwards
+            upper = lower.flip(0, 1)
+            del lower
+            one = torch.eye(len(upper), dtype=torch.float64)
+            return torch.linalg.solve_triangular(upper, one, upper=True, out=one)
+        del lower
     raise ParameterError(
         f"{name} cannot be rounded by gptq for these second moments",
         found=f"no Cholesky factor with {damp * 10 ** (_TRIES - 1):g} of their mean added",

@@ -8,7 +8,7 @@ import torch
 from tiny import save_tiny, tiny_model
 from torch.nn.functional import linear
 
-from nanokit.errors import ParameterError
+from nanokit.errors import MemoryBudgetError, ParameterError
 from nanokit.kernels.reference import rms_norm
 from nanokit.model import calibrate
 from nanokit.model.calibrate import Calibrated, calibrated
@@ -19,8 +19,10 @@ from nanokit.model.weights import find_weights
 from nanokit.model.windows import read_layer, run_layer, windows_of
 from nanokit.paths import data_dir
 from nanokit.quant import awq
+from nanokit.quant.gptq import gptq
 from nanokit.quant.policy import Choice, parse_policy
 from nanokit.quant.qtensor import QTensor
+from nanokit.quant.weight_format import weight_format
 
 SHAPE = {"heads": 8, "kv_heads": 2, "hidden": 64, "head_dim": 16, "intermediate": 96}
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
@@ -169,15 +171,22 @@ def test_layers_see_the_inputs_that_rounded_layers_give(tiny) -> None:
 
 
 def test_the_head_is_rounded_for_its_own_input(tmp_path: Path) -> None:
+    """The last layer's output behind the final norm, as transformers gives it: not before the norm, not the embedding's
+    rows, not inputs that are all alike."""
+    token_ids = texts(8)
     for tied in (False, True):
         model = tiny_model("llama", tied=tied, **SHAPE)
         source = open_model(save_tiny(tmp_path / f"tied-{tied}", model))
         weights = find_weights(source.config, source)
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        found = calibrated(source, weights, choices_of(parse_policy("keep;head=q8_0+gptq"), source, weights), texts(2))
+        found = calibrated(source, weights, choices_of(parse_policy("keep;head=q4_0+gptq"), source, weights), token_ids)
         assert list(found.matrices) == [name]
-        dense = source.tensor(name).numpy()
-        assert np.abs(found.matrices[name].dequantize() - dense).max() < 0.1 * np.abs(dense).max()
+        with torch.inference_mode():
+            hidden = model(torch.tensor(token_ids), output_hidden_states=True).hidden_states[-1].flatten(0, 1)
+        dense, fmt = source.tensor(name).numpy(), weight_format("q4_0")
+        expected, blind = (gptq(dense, fmt, moments) for moments in (hidden.T @ hidden / len(hidden), torch.eye(64)))
+        assert (found.matrices[name].codes == expected.codes).mean() > 0.99
+        assert (blind.codes == expected.codes).mean() < 0.9
 
 
 def test_progress_is_told_and_may_end_it(tiny) -> None:
@@ -215,6 +224,25 @@ def test_refusals(tiny) -> None:
         calibrated(source, weights, {}, [[1, 320]])
 
 
+def test_moments_that_do_not_fit_are_refused_before_the_walk(tiny, monkeypatch) -> None:
+    """A matrix of many columns needs gigabytes in the middle of it, and the system ends the process."""
+    _, source = tiny
+    weights = find_weights(source.config, source)
+    told: list[int] = []
+
+    def walked(policy: str) -> None:
+        choices = choices_of(parse_policy(policy), source, weights)
+        calibrated(source, weights, choices, texts(1), lambda done, total, what: told.append(done))
+
+    widest = max(source.stored[name].shape[1] for name in source.stored if "proj.weight" in name)
+    monkeypatch.setattr(calibrate.memory, "free_memory", lambda: widest**2 * calibrate.PEAK_BYTES - 1)
+    with pytest.raises(MemoryBudgetError, match=rf"(?s)layers.0.*{widest} columns.*\+search"):
+        walked("int4-sym-g32+gptq")
+    assert not told
+    walked("int4-sym-g32+gptq;o=int4-sym-g32+search;down=int4-sym-g32+search")
+    walked("int4-sym-g32+awq")
+
+
 def test_the_default_text_is_cut_into_windows(tiny) -> None:
     _, source = tiny
     found = calibrate.default_calibration(source.tokenizer)
@@ -246,5 +274,5 @@ def test_real_weights_are_rounded_better_on_a_text_of_another_domain(default_mod
         policy = f"keep;2-4.all=int4-sym-g64{method}"
         found = answers(requantized(source, policy, calibration=texts))
         off[method] = float((stored.exp() * (stored - found)).sum(-1).mean())
-    assert off["+awq"] < 0.7 * off[""]
-    assert off["+gptq"] < 0.7 * off[""]
+    assert off["+awq"] < 0.6 * off[""]
+    assert off["+gptq"] < 0.6 * off[""]

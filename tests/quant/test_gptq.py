@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from nanokit.errors import ParameterError
-from nanokit.quant.gptq import DAMP, _inverse_factor, gptq
+from nanokit.quant.gptq import DAMP, PEAK_BYTES, _inverse_factor, gptq
 from nanokit.quant.rounding import search
 from nanokit.quant.weight_format import weight_format
 
@@ -103,10 +103,25 @@ def test_a_dead_column_is_rounded_to_nearest_and_disturbs_nobody() -> None:
 
 def test_the_factor_is_that_of_the_inverse() -> None:
     moments = moments_of(inputs(6, 200, 48))
-    factor = _inverse_factor(moments, 0.01, "it").numpy()
+    factor = _inverse_factor(moments.flip(0, 1), 0.01, "it").numpy()
     damped = moments.numpy() + 0.01 * np.diag(moments).mean() * np.eye(48)
     np.testing.assert_allclose(factor.T @ factor @ damped, np.eye(48), atol=1e-9)
     assert np.array_equal(factor, np.triu(factor))
+
+
+def test_no_more_memory_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """model.calibrate refuses by PEAK_BYTES: whatever is held beyond it is what ends the process."""
+    moments = moments_of(inputs(9, 600, 512)).float()
+    weights = np.random.default_rng(9).standard_normal((2, 512)).astype(np.float32)
+    with torch.profiler.profile(profile_memory=True) as seen:
+        gptq(weights, weight_format("int4-sym-g32"), moments)
+    held = peak = moments.nbytes
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert peak < 1.1 * PEAK_BYTES * 512**2
+    assert peak > 0.9 * PEAK_BYTES * 512**2
 
 
 def test_moments_that_rounding_errors_made_indefinite_are_damped_more() -> None:
