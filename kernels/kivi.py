@@ -8,8 +8,8 @@ sealed from them.
     minimum = min x    scale = fp16((max x - min x) / 15)    code = clamp(rint((x - minimum) * (1 / scale)), 0, 15)
 
 in fp32, each operation rounded once, `rint` to even, 1 / 0 taken as 0; the minimum is one of the numbers, so fp16 holds
-it. A group with a number that is not finite gets a scale that is none, and with it whatever is computed from the page.
-code * scale is exact in fp32: one fused operation and two give the same bits.
+it. A group with a number that is not finite gets a scale that is none, and with it whatever is computed from the page;
+its minimum and its codes are 0. code * scale is exact in fp32: one fused operation and two give the same bits.
 
 What a row sees depends on its position alone: a row in page p (position // 64) attends to page p as it was written and
 to every earlier page sealed, also within one step. So a step first writes its tokens, then seals the pages that are
@@ -67,7 +67,8 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes uint8 of x [..., group], scales and minimums fp16 [...]."""
     low, high = x.amin(-1) + 0.0, x.amax(-1)  # + 0.0: a minimum of -0 is 0
     scale = ((high - low) / torch.tensor(float(LEVELS), device=x.device)).half()
-    scale = torch.where(x.isfinite().all(-1), scale, torch.nan)
+    finite = x.isfinite().all(-1)
+    scale, low = torch.where(finite, scale, torch.nan), torch.where(finite, low, 0.0)
     step = scale.float()
     inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
     codes = ((x - low[..., None]) * inverse[..., None]).round().clamp(0, LEVELS).nan_to_num(0.0)

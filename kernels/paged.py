@@ -90,6 +90,7 @@ def checked_peaks(peaks: Tensor, shape: tuple[int, int, int]) -> Tensor:
             f"the peak of layer {layer}, {('keys', 'values')[kind]} of head {head} cannot be a scale",
             found=float(peaks[layer, kind, head]),
             needed="a finite number above zero",
+            do='use kv_format="int8", whose scales are each token\'s own',
         )
     return peaks
 

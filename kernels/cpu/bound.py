@@ -9,6 +9,7 @@ team's queue is reached, and ctypes lets other threads run meanwhile.
 import ctypes
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable
 from copy import copy
@@ -178,7 +179,7 @@ class Bound:
         step = structs.Step(
             len(positions), len(first_row) - 1, *addresses, *rope.addresses, *tables.step(), len(full), last
         )  # fmt: skip
-        return Plan(step, len(positions), (words, rope, tables))
+        return Plan(step, len(positions), (words, rope, tables, pages))
 
     def run(self, plan: Plan, peaks: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, fp32 [rows, hidden_size]; writes the step's keys and values.
@@ -259,26 +260,29 @@ class Bound:
 
     def _tables_of(self, pages: "Pages") -> "PageTables":
         tables = self._tables
-        if tables is None or tables.pages is not pages or tables.peaks is not pages.kv_peaks:
+        if tables is None or tables.pages() is not pages or tables.peaks is not pages.kv_peaks:
             self._tables = tables = PageTables(pages)
         return tables
 
 
 class PageTables:
-    """Where the pages of every layer begin, as structs.Step has it."""
+    """Where the pages of every layer begin, as structs.Step has it. Keeps no pages alive: a model holds its last
+    tables, and pages that were made for one forward, as calibration does, are large."""
 
     def __init__(self, pages: "Pages") -> None:
-        self.pages, self.peaks, self._found = pages, pages.kv_peaks, pages.addresses()
+        self.pages, self.peaks, self._found = weakref.ref(pages), pages.kv_peaks, pages.addresses()
+        keys = pages.layer(0).keys
+        self._format, self._block_bytes = KV_FORMATS[pages.kv_format], keys.stride(0) * keys.itemsize
 
     def step(self, layer: int = 0) -> tuple[int | None, ...]:
         """From kv_format to sealed, the tables beginning at `layer`."""
-        found, keys = self._found, self.pages.layer(layer).keys
+        found = self._found
         tables = (found.keys, found.values, found.key_scales, found.value_scales)
         peaks = None if self.peaks is None else self.peaks[layer].data_ptr()
         return (
-            KV_FORMATS[self.pages.kv_format],
+            self._format,
             *(table[layer:].ctypes.data for table in tables),
             peaks,
-            keys.stride(0) * keys.itemsize,
+            self._block_bytes,
             found.sealed[layer:].ctypes.data,
         )

@@ -1,6 +1,7 @@
 """A bound model from outside: what C trusts is checked, and nothing around a call reaches into it."""
 
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,20 @@ def test_ids_beyond_the_vocabulary_are_refused(bound: Bound, ids: list[int]) -> 
     """C finds a panel by the id: -1 read the stack, a large one killed the process."""
     with pytest.raises(IndexError, match="330"):
         bound.logits(torch.ones(1, 64), torch.tensor(ids))
+
+
+def test_pages_of_one_forward_are_not_kept(bound: Bound) -> None:
+    """A model keeps the addresses of the pages it saw last, and a calibration's pages are as large as its text; a plan
+    keeps its pages for as long as it may be run."""
+    pages = PagedKV(bound._config, 1)
+    plan = bound.plan(Batch([1], [1], [1], [[0]]), pages)
+    seen, wanted = weakref.ref(pages), bound.run(plan)
+    del pages
+    assert seen() is not None
+    assert torch.equal(bound.run(plan), wanted)
+    del plan
+    assert seen() is None
+    assert torch.equal(step(bound, 1, PagedKV(bound._config, 1)), step(bound, 1, PagedKV(bound._config, 1)))
 
 
 def test_two_threads_use_one_model(bound: Bound) -> None:

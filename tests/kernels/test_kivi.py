@@ -116,7 +116,11 @@ def test_a_number_that_is_not_finite_is_not_hidden(broken: float) -> None:
     pages = opened(64)
     clean = unseal(sealed_of(pages, 64, [0, 1, 2]), 64, 64)
     pages.keys[1, 0, 2, 5, 3] = pages.values[2, 1, 0, 7, 40] = broken
-    k, v = unseal(sealed_of(pages, 64, [0, 1, 2]), 64, 64)
+    records = sealed_of(pages, 64, [0, 1, 2])
+    k, v = unseal(records, 64, 64)
+    numbers = records[1, 0].view(torch.float16)[32 * 64 :]
+    assert numbers[2 * 64 + 5].isnan()
+    assert numbers[3 * 64 + 5] == 0  # the minimum
     spoiled = torch.zeros_like(k, dtype=torch.bool)
     spoiled[1, 0, 32:, 5] = True
     assert torch.equal(k.isfinite(), ~spoiled)
