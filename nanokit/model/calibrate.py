@@ -45,10 +45,8 @@ WINDOW = 512
 MOST_WINDOWS = 16
 TEXT = "texts/calibration.txt"
 DATA_METHODS = ("awq", "gptq")
-HELD_BYTES = {
-    "awq": 12,
-    "gptq": PEAK_BYTES,
-}  # at most, for each pair of columns; awq's are moments before, after a fold
+# Held at most, for each pair of columns. awq: fp32 moments before and after a fold, and the factors' products.
+HELD_BYTES = {"awq": 12, "gptq": PEAK_BYTES}
 
 Progress = Callable[[int, int, str], None]  # done, in all, of what; may raise to end the work
 

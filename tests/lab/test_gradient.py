@@ -27,7 +27,7 @@ from nanokit.lab.result import together
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     shape = {"hidden": 64, "heads": 4, "head_dim": 16, "intermediate": 96}
     yield str(save_tiny(tmp_path_factory.mktemp("gradient") / "tiny", tiny_model("llama", **shape)))
-    references.reference.cache_clear()
+    references.forget()
 
 
 @pytest.fixture(autouse=True)

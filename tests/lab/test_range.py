@@ -22,7 +22,7 @@ from nanokit.lab.experiments.range_params import EXACT_DB, POLICIES, RangeParams
 from nanokit.lab.experiments.scale_cost import CostResult, scale_cost
 from nanokit.lab.experiments.spread import SpreadResult, chosen_layers, of_rounding, orders, spread, sqnr_db
 from nanokit.lab.quality.divergence import compare
-from nanokit.lab.quality.reference import reference
+from nanokit.lab.quality.reference import forget, reference
 from nanokit.lab.repeat import comparable
 from nanokit.lab.result import together
 from nanokit.quant.policy import parse_policy
@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("range")
     yield str(save_tiny_gguf(folder / "tiny.gguf", compiled_model("llama", columns=192), types="Q4_1"))
     opened.cache_clear()
-    reference.cache_clear()
+    forget()
 
 
 @pytest.fixture(autouse=True)

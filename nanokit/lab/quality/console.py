@@ -32,11 +32,14 @@ def quality(args: argparse.Namespace) -> int:
     where = provenance()
     result = measure_quality(p, progress=terminal_progress())
     result = replace(result, remarks=[*crowded(where["machine"]), *result.remarks])
-    made = document(result, where, started, time.perf_counter() - begun)
+    duration_s = time.perf_counter() - begun
     show(result, sys.stderr if args.json == "-" else sys.stdout)
+    if args.json is None:
+        return 0
+    made = document(result, where, started, duration_s)
     if args.json == "-":
         sys.stdout.write(text(made))
-    elif args.json is not None:
+    else:
         write(Path(args.json), made)
     return 0
 

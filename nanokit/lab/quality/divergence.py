@@ -15,6 +15,7 @@ All of it in fp64, a few rows at a time: 64 rows of logits over 49,152 ids take 
 Logits of both sides are fp32 and rounded independently: `reference_floor` says what that alone amounts to.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -83,9 +84,13 @@ class Divergences:
         return Divergences(*(part[chosen] for part in parts))
 
     def by_position(self, buckets: int = 4) -> dict[tuple[int, int], dict[str, float]]:
-        """The summary of each of so many equal stretches of positions: {(low, high): summary}, high exclusive."""
+        """The summary of each of so many equal stretches of positions: {(low, high): summary}, high exclusive. Fewer
+        where a stretch would have one token only, whose standard error nobody knows."""
+        span = int(self.positions.max() - self.positions.min()) + 1
+        shortest = 1 if len(np.unique(self.windows)) > 1 else 2
+        buckets = max(1, min(buckets, span // shortest))
         edges = np.linspace(self.positions.min(), self.positions.max() + 1, buckets + 1).astype(int).tolist()
-        return {(a, b): self.between(a, b).summary() for a, b in pairwise(edges) if b > a}
+        return {(a, b): self.between(a, b).summary() for a, b in pairwise(edges)}
 
 
 def compare(logits_of: LogitsOf, ref: Reference) -> Divergences:
@@ -104,28 +109,32 @@ def _second_half(logits: Tensor, ids: Sequence[int], ref: Reference) -> Iterator
     yield from logits[ref.first - 1 : -1].split(ROWS)
 
 
-def compare_engine(engine: LoadedEngine, ref: Reference, how: Pass | None = None) -> Divergences:
+def compare_engine(
+    engine: LoadedEngine, ref: Reference, how: Pass | None = None, cancel: threading.Event | None = None
+) -> Divergences:
     """An engine against the reference, with its own pages; its logits are computed a few rows at a time.
 
     how: batch, chunk and page layout of the windows. Raises ParameterError for an engine of too few pages, NanokitError
-    for logits that are not numbers.
+    for logits that are not numbers, StoppedError between two windows once `cancel` is set.
     """
-    states = _states(engine, ref, ref.windows, how or Pass())
+    states = _states(engine, ref, ref.windows, how or Pass(), cancel)
     return _tally(ref, (_logits(engine, each) for each in states))
 
 
-def engine_floor(engine: LoadedEngine, ref: Reference, how: Pass) -> float:
+def engine_floor(engine: LoadedEngine, ref: Reference, how: Pass, cancel: threading.Event | None = None) -> float:
     """Mean KL of window 0 from the same window computed by the same engine in other chunks, beside another window or
     alone, over pages laid out otherwise: how far this setting is from itself. 0 where kernels keep every bit (C)."""
     beside = 2 if how.batch == 1 and len(ref.windows) > 1 else 1
     other = Pass(beside, SMALL_CHUNK, "consecutive" if how.layout == "scattered" else "scattered")
-    (first, *_), (again, *_) = (_states(engine, ref, ref.windows[: way.batch], way) for way in (how, other))
+    (first, *_), (again, *_) = (_states(engine, ref, ref.windows[: way.batch], way, cancel) for way in (how, other))
     pairs = zip(_logits(engine, first), _logits(engine, again), strict=True)
     rows = [_kl(a.double().log_softmax(-1), b.double().log_softmax(-1)) for a, b in pairs]
     return float(torch.cat(rows).mean())
 
 
-def _states(engine: LoadedEngine, ref: Reference, windows: list[list[int]], how: Pass) -> Iterator[Tensor]:
+def _states(
+    engine: LoadedEngine, ref: Reference, windows: list[list[int]], how: Pass, cancel: threading.Event | None
+) -> Iterator[Tensor]:
     """hidden_states of an engine, its pages given back at the end."""
     wanted = how.blocks(ref.length, engine.config.block_size)
     if wanted > engine.pool.available:
@@ -138,7 +147,8 @@ def _states(engine: LoadedEngine, ref: Reference, windows: list[list[int]], how:
     blocks = [engine.pool.allocate() for _ in range(wanted)]
     try:
         tables = how.tables(blocks)
-        yield from hidden_states(lambda b: engine.model.forward(b, engine.kv), windows, ref.first - 1, tables, how)
+        first = ref.first - 1
+        yield from hidden_states(lambda b: engine.model.forward(b, engine.kv), windows, first, tables, how, cancel)
     finally:
         engine.pool.release(blocks)
 

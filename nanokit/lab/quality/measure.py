@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanokit.engine.load import LoadedEngine, load
+from nanokit.errors import ParameterError
 from nanokit.lab.bench.common import BUDGET_S, threads_used
 from nanokit.lab.bench.timing import Rounds, Samples, Visit
 from nanokit.lab.bench.workload import Session, context_for
@@ -23,11 +24,13 @@ from nanokit.lab.progress import Progress, Silent, stop_if
 from nanokit.lab.quality.divergence import compare_engine, engine_floor, reference_floor
 from nanokit.lab.quality.params import KEEP, QualityParams
 from nanokit.lab.quality.passes import Pass
-from nanokit.lab.quality.reference import Reference, reference
+from nanokit.lab.quality.reference import Reference, check_length, reference, source_of
 from nanokit.lab.quality.tasks import TOGETHER, TaskScore, paired, score
 from nanokit.lab.result import Result
 from nanokit.lab.steadiness import remarks
 from nanokit.lab.table import Table
+from nanokit.model.requantize import choices_of
+from nanokit.model.weights import find_weights
 from nanokit.quant.policy import parse_policy
 
 TIMED_CTX = 64  # tokens of context at which a decoded token is timed
@@ -100,13 +103,15 @@ def measure_quality(
     """Measure every policy of p in its setting.
 
     Raises StoppedError when cancelled, BusyError while something else is measured, ParameterError for a text too short,
-    a window longer than the model's context or a policy that does not fit the model, and what `nanokit.load` raises.
+    a window longer than the model's context or a policy that does not fit the model (before anything is measured), and
+    what `nanokit.load` raises.
     """
     progress = progress or Silent()
     names = [parse_policy(each).name for each in p.policy]
+    _check(p)
     with measuring("quality"):
         progress.start(2 + len(names), "the reference")
-        ref = reference(p.model, p.windows, p.text, p.ctx)
+        ref = reference(p.model, p.windows, p.text, p.ctx, cancel=cancel)
         measured: dict[str, Measured] = {}
         engines: dict[str, LoadedEngine] = {}
         for name in names:
@@ -126,11 +131,30 @@ def measure_quality(
     )
 
 
+def _check(p: QualityParams) -> None:
+    """Raise ParameterError for what does not fit the model. (The budget of `auto` shows when it is measured.)"""
+    source = source_of(p.model)
+    check_length(p.ctx, source.config)
+    if _context(p) > source.config.max_context:
+        raise ParameterError(
+            "the model's context is too short to be measured",
+            found=f"{source.config.max_context} tokens",
+            needed=f"{_context(p)}, for the tasks or the timing",
+        )
+    weights = find_weights(source.config, source)
+    for policy in map(parse_policy, p.policy):
+        if policy.auto_bits is None:
+            choices_of(policy, source, weights)
+
+
+def _context(p: QualityParams) -> int:
+    return max(p.ctx, context_for(TIMED_CTX, 2 * STEPS), TASK_CTX if p.tasks else 0)
+
+
 def _engine(p: QualityParams, policy: str) -> LoadedEngine:
-    needed = context_for(TIMED_CTX, 2 * STEPS)
     return load(
         p.model or None,
-        ctx=max(p.ctx, needed, TASK_CTX if p.tasks else 0),
+        ctx=_context(p),
         max_seqs=max(2, p.batch, TOGETHER if p.tasks else 0),
         prefix_cache=False,  # every prompt is to be computed
         activations=p.activations or None,
@@ -143,9 +167,9 @@ def _measured(
     engine: LoadedEngine, ref: Reference, p: QualityParams, policy: str, cancel: threading.Event | None
 ) -> Measured:
     how = Pass(p.batch, layout=p.layout)
-    found = compare_engine(engine, ref, how)
+    found = compare_engine(engine, ref, how, cancel)
     metrics = found.summary()
-    metrics["noise_floor_kl"] = engine_floor(engine, ref, how)
+    metrics["noise_floor_kl"] = engine_floor(engine, ref, how, cancel)
     metrics["bits_per_weight"] = engine.model.footprint.matrix_bits
     metrics["stored_bytes"] = engine.model.footprint.stored
     metrics["bytes_per_token"] = engine.model.bytes_per_token

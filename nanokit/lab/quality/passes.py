@@ -5,12 +5,14 @@ logits 50 (49,152 ids). The head is asked for a few rows at a time where they ar
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, cat
 
 from nanokit.errors import ParameterError
+from nanokit.lab.progress import stop_if
 from nanokit.model.batch import Batch
 
 LAYOUTS = ("consecutive", "scattered")
@@ -50,16 +52,19 @@ def hidden_states(
     first: int,
     tables: Sequence[Sequence[int]],
     how: Pass,
+    cancel: threading.Event | None = None,
 ) -> Iterator[Tensor]:
     """Of each window its hidden states from row `first` on, [length - first, hidden_size], in order.
 
     forward: of one step, [rows, hidden_size], all windows being of one length. tables: of `Pass.tables`.
+    Raises StoppedError before the next forward once `cancel` is set.
     """
     length = len(windows[0])
     for at in range(0, len(windows), how.batch):
         group = windows[at : at + how.batch]
         kept: list[list[Tensor]] = [[] for _ in group]
         for start in range(0, length, how.chunk):
+            stop_if(cancel)
             end = min(length, start + how.chunk)
             ids = [token for window in group for token in window[start:end]]
             lens, mine = [end - start] * len(group), [list(table) for table in tables[: len(group)]]

@@ -5,12 +5,14 @@ The torch reference backend computes it, as transformers would. Its *weights* ar
 
 Memory. A reference keeps the hidden states of its scored tokens (2.3 kB each for the default model) and the head's
 matrix (113 MB), not logits (197 kB a token): the logits of a few rows are multiplied out again where they are compared,
-which takes less time than comparing them. The layers are dropped once the windows have run. Two references are kept.
+which takes less time than comparing them. The layers are dropped once the windows have run. Two references are kept,
+each for a state of the model's files: a file that was written anew is another model.
 Rejected: logits in memory, whose full preset would take gigabytes, and logits on disk, which read no faster.
 """
 
+import threading
 from dataclasses import dataclass, field
-from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,12 +23,16 @@ from nanokit.kv.pages import BLOCK_SIZE, PagedKV
 from nanokit.lab.quality.passes import Pass, hidden_states
 from nanokit.lab.quality.texts import WINDOW, cut, text_ids
 from nanokit.model import memory
-from nanokit.model.config import override_rope
+from nanokit.model.config import ModelConfig, override_rope
 from nanokit.model.load import open_model
+from nanokit.model.source import ModelSource
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.transformer import OpenedModel, Transformer
 
 SMALL_CHUNK = 48  # tokens; neither a divisor nor a multiple of a page
+KEPT = 2
+
+_kept: dict[tuple[object, ...], "Reference"] = {}  # used last comes last
 
 
 @dataclass(frozen=True)
@@ -79,25 +85,65 @@ class Reference:
             return linear(hidden, *self.head)
 
 
-@lru_cache(maxsize=2)
 def reference(
-    model: str = "", windows: int = 4, text: str = "evaluation", length: int = WINDOW, rope_scale: float = 0.0
+    model: str = "",
+    windows: int = 4,
+    text: str = "evaluation",
+    length: int = WINDOW,
+    rope_scale: float = 0.0,
+    cancel: threading.Event | None = None,
 ) -> Reference:
     """The reference of a model on the first windows of a text, computed at first use; the two used last are kept.
 
     model: as for `nanokit.load`; empty is the default model. rope_scale: for windows beyond the model's context, its
-    frequencies multiplied by this; 0 leaves them. Raises ParameterError for an unknown text and one too short, and
-    what opening a model raises.
+    frequencies multiplied by this; 0 leaves them. Raises ParameterError for an unknown text and one too short,
+    StoppedError once `cancel` is set, and what opening a model raises.
     """
-    source = open_model(model or _default())
-    config = override_rope(source.config, base=None, scale=rope_scale or None, force=bool(rope_scale))
-    if length > config.max_context and not rope_scale:
+    model = model or _default()
+    key = (model, *_state(model), windows, text, length, rope_scale)
+    found = _kept.pop(key, None)
+    if found is None:
+        found = _computed(open_model(model), windows, text, length, rope_scale, cancel)
+    while len(_kept) >= KEPT:
+        _kept.pop(next(iter(_kept)))
+    _kept[key] = found
+    return found
+
+
+def forget() -> None:
+    """Give back the memory of the references that are kept."""
+    _kept.clear()
+
+
+def source_of(model: str) -> ModelSource:
+    """The model of a reference, opened without reading weights; empty is the default model."""
+    return open_model(model or _default())
+
+
+def check_length(length: int, config: ModelConfig) -> None:
+    """Raise ParameterError for windows beyond the model's context."""
+    if length > config.max_context:
         raise ParameterError(
             "windows are longer than the model's context",
             found=f"{length} tokens",
             needed=f"at most {config.max_context}",
             do="use shorter windows, or a rope_scale below 1",
         )
+
+
+def _state(model: str) -> list[tuple[str, int, int]]:
+    """Of each file of a model its path, time of writing in ns, and bytes; of a name on the hub nothing."""
+    path = Path(model).expanduser().resolve()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(str(f), (found := f.stat()).st_mtime_ns, found.st_size) for f in files if f.is_file()]
+
+
+def _computed(
+    source: ModelSource, windows: int, text: str, length: int, rope_scale: float, cancel: threading.Event | None
+) -> Reference:
+    config = override_rope(source.config, base=None, scale=rope_scale or None, force=bool(rope_scale))
+    if not rope_scale:
+        check_length(length, config)
     ids = text_ids(source.tokenizer, text)
     cuts = cut(ids, windows, length, beginning(source.tokenizer), f"{text}.txt")
     opened = OpenedModel(source, config, "fp32")
@@ -111,7 +157,7 @@ def reference(
     tables = how.tables(range(blocks))
 
     def states(windows: list[list[int]], how: Pass) -> list[Tensor]:
-        each = hidden_states(lambda batch: exact.forward(batch, pages), windows, first, tables, how)
+        each = hidden_states(lambda batch: exact.forward(batch, pages), windows, first, tables, how, cancel)
         return [rows[:-1].clone() for rows in each]  # the last row predicts what is not there
 
     head = opened.weights.head

@@ -20,13 +20,15 @@
      "machine": {...}, "versions": {...}, "git": {...} | null, "code_sha256": ..., "started": ..., "duration_s": ...}
 
 Divergences in nats, shares from 0 to 1, points per hundred items; `_low` and `_high` are 95 % intervals, `_se` standard
-errors; see nanokit/lab/quality/divergence.py for the formulas.
+errors; see nanokit/lab/quality/divergence.py for the formulas. Every figure is a finite number: JSON has no other.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from nanokit.errors import NanokitError
 from nanokit.lab.quality.measure import QualityResult
 
 SCHEMA = "nanokit.quality/1"
@@ -35,9 +37,10 @@ SCHEMA = "nanokit.quality/1"
 def document(
     result: QualityResult, provenance: Mapping[str, Any], started: datetime, duration_s: float
 ) -> dict[str, Any]:
-    """The result as JSON values. provenance: of `lab.provenance`, taken before the measurement."""
+    """The result as JSON values. provenance: of `lab.provenance`, taken before the measurement. Raises NanokitError
+    for figures that are not finite, with their names."""
     record = result.to_record()
-    return {
+    made = {
         "schema": SCHEMA,
         "params": record["params"],
         "setting": {name: value for name, value in record["settings"].items() if name != "reference"},
@@ -58,3 +61,22 @@ def document(
         "started": started.isoformat(timespec="seconds"),
         "duration_s": round(duration_s, 2),
     }
+    if broken := list(_not_finite(made)):
+        raise NanokitError(
+            "figures of this measurement are not finite, and JSON has no numbers for them",
+            found=", ".join(broken[:5]),
+            do="measure on longer or more windows; if the policy is at fault, its table shows it",
+        )
+    return made
+
+
+def _not_finite(value: Any, name: str = "") -> Iterator[str]:
+    """The names of the numbers inside that are not finite."""
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            yield from _not_finite(inside, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for at, inside in enumerate(value):
+            yield from _not_finite(inside, f"{name}[{at}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield name

@@ -4,6 +4,7 @@ Weights and pages are judged with a16 activations, which lose next to nothing, s
 Bounds, not figures: what was measured stands in run records.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,13 @@ pytestmark = pytest.mark.model
 WINDOWS = 5
 
 
-def measured(path: Path, activations: str = "a16", kv: str = "fp32", policy: str | None = None) -> Divergences:
+def measured(
+    path: Path, activations: str = "a16", kv: str = "fp32", policy: str | None = None, windows: int = WINDOWS
+) -> Divergences:
+    """On the first so many windows of the one reference."""
     engine = load(path, ctx=512, max_seqs=1, activations=activations, kv_format=kv, policy=policy, prefix_cache=False)
-    return compare_engine(engine, reference(str(path), windows=WINDOWS))
+    ref = reference(str(path), windows=WINDOWS)
+    return compare_engine(engine, replace(ref, windows=ref.windows[:windows], hidden=ref.hidden[:windows]))
 
 
 @pytest.mark.parametrize(("policy", "most"), [("int8-sym-channel", 0.005), ("nvfp4", 0.28), ("int4-sym-g32", 0.45)])
@@ -41,6 +46,12 @@ def test_the_references_own_grid_loses_nothing(default_model: Path) -> None:
 def test_pages(default_model: Path) -> None:
     kept, int8 = (measured(default_model, kv=kv).summary()["kl_mean"] for kv in ("fp32", "int8"))
     assert kept < int8 < 0.001
+
+
+def test_pages_of_four_bits(default_model: Path) -> None:
+    """kivi4: keys by channel, values by token. Codes that kept more than int8 does would not be four bits."""
+    kivi4 = measured(default_model, kv="kivi4", windows=1).summary()["kl_mean"]
+    assert 0.001 < kivi4 < 0.03
 
 
 def test_activations(default_model: Path) -> None:

@@ -1,19 +1,26 @@
 """`nanokit quality` from the command line to the JSON, on a tiny model."""
 
 import json
+import math
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from tiny import compiled_model, save_tiny_gguf
 
 from nanokit.cli import main
-from nanokit.errors import ParameterError
+from nanokit.errors import NanokitError, ParameterError
 from nanokit.lab import lock
 from nanokit.lab.plots import quality_pareto
 from nanokit.lab.plots.quality_plot import frontier
+from nanokit.lab.progress import CallbackProgress, StoppedError
+from nanokit.lab.quality import passes
 from nanokit.lab.quality.measure import Measured, QualityResult, _pareto, measure_quality
 from nanokit.lab.quality.params import QualityParams
-from nanokit.lab.quality.schema import SCHEMA
+from nanokit.lab.quality.reference import forget
+from nanokit.lab.quality.schema import SCHEMA, document
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +104,69 @@ def test_who_is_beaten() -> None:
         (["--text", "wikitext"], "evaluation"),
         (["--task", "mathematics"], "arithmetic"),
         (["--layout", "diagonal"], "scattered"),
-        (["--ctx", "4096"], "longer than the model's context"),
+        (["--ctx", "513"], "longer than the model's context"),
         (["--ctx", "512", "--windows", "400"], "too short"),
-        (["--policy", "int4-sym-g96"], "g32"),
+        (["--policy", "keep", "int4-sym-g96"], "g32"),
+        (["--policy", "int4-sym-g64"], "does not fit tiny.gguf"),
+        (["--policy", "keep", "int4-sym-g32", "int4-sym-g64"], "does not fit tiny.gguf"),
+        (["--policy", "keep", "int4-sym-g32;7.down=q8_0"], "layer"),
     ],
 )
-def test_bad_input_is_refused_by_name(options: list[str], words: str, tiny: Path, capsys) -> None:
-    """Before anything is measured, with what was found and what would do."""
+def test_bad_input_is_refused_by_name(options: list[str], words: str, tiny: Path, capsys, monkeypatch) -> None:
+    """Before anything is computed, with what was found and what would do: of several policies the last one too."""
+    forget()
+    monkeypatch.setattr(passes, "Batch", None)  # no window can be run
     assert main(["quality", str(tiny), "--preset", "smoke", "--windows", "1", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_context_too_short_for_the_tasks_is_refused_before_anything_is_computed(tmp_path: Path, monkeypatch) -> None:
+    model = compiled_model("llama")
+    file = save_tiny_gguf(tmp_path / "short.gguf", model, types="Q8_0", **{"llama.context_length": 128})
+    monkeypatch.setattr(passes, "Batch", None)
+    p = QualityParams(model=str(file), ctx=96, text="lighthouse", preset="smoke", tasks=["chat"])
+    with pytest.raises(ParameterError, match=r"(?s)128 tokens.*512, for the tasks"):
+        measure_quality(p)
+
+
+@pytest.mark.parametrize("where", ["reference", "int4-sym-g32"])
+def test_cancelling_ends_it_between_two_windows(tiny: Path, monkeypatch, where: str) -> None:
+    """Of hundreds of windows: whoever pressed stop would wait for minutes."""
+    forget()
+    cancel, forwards, steps = threading.Event(), [], ["reference"]
+    batch = passes.Batch
+
+    def counted(*args):
+        forwards.append(steps[-1])
+        if steps[-1] == where:
+            cancel.set()
+        return batch(*args)
+
+    monkeypatch.setattr(passes, "Batch", counted)
+    p = QualityParams(model=str(tiny), policy=["int4-sym-g32"], ctx=96, text="lighthouse", windows=3, preset="smoke")
+    told = CallbackProgress(lambda done, total, text: steps.append("reference" if done == 0 else text))
+    with pytest.raises(StoppedError):
+        measure_quality(p, progress=told, cancel=cancel)
+    assert forwards.count(where) == 1
+
+
+def test_the_shortest_windows_have_finite_figures(tiny: Path, tmp_path: Path, capsys) -> None:
+    """One token a bucket has no standard error, and a JSON with Infinity is none."""
+    target = tmp_path / "short.json"
+    for ctx, buckets in (("4", 1), ("8", 2)):
+        options = ["--ctx", ctx, "--windows", "1", "--text", "lighthouse", "--preset", "smoke", "--json", str(target)]
+        assert main(["quality", str(tiny), *options]) == 0
+        (one,) = json.loads(target.read_text(), parse_constant=pytest.fail)["policies"]
+        assert len(one["positions"]) == buckets
+        assert all(isinstance(each, int | float) for found in one["positions"].values() for each in found.values())
+        assert "inf" not in capsys.readouterr().out.replace("tiny.gguf", "")
+
+
+def test_figures_that_are_no_numbers_are_not_written() -> None:
+    result = made(broken=(4.0, math.nan))
+    result = replace(result, metrics={"reference_floor_kl": 0.0})
+    with pytest.raises(NanokitError, match=r"policies\[0\].metrics.kl_mean, policies\[0\].metrics.kl_mean_se"):
+        document(result, {}, datetime.now(UTC), 1.0)
 
 
 def test_params_refuse_what_the_command_does() -> None:

@@ -15,7 +15,7 @@ from nanokit.lab.experiments.agreement import logits_of
 from nanokit.lab.quality.divergence import Divergences, compare, compare_engine, reference_floor
 from nanokit.lab.quality.intervals import standard_error, wilson
 from nanokit.lab.quality.passes import Pass
-from nanokit.lab.quality.reference import Reference, reference
+from nanokit.lab.quality.reference import KEPT, Reference, forget, reference
 
 LENGTH, WINDOWS = 150, 3  # more rows in a second half than are compared at a time, and no multiple of a page
 
@@ -111,6 +111,40 @@ def test_buckets_hold_every_token_once(tiny: tuple[Path, torch.nn.Module], ref: 
     assert buckets[low, high]["kl_mean"] == pytest.approx(mine.mean())
     with pytest.raises(ParameterError, match="no scored token"):
         found.between(0, 10)
+
+
+def test_no_bucket_of_a_single_token(ref: Reference) -> None:
+    """Its standard error would be infinite."""
+    for tokens, windows, wanted in ((1, 1, 1), (2, 1, 1), (4, 1, 2), (7, 1, 3), (9, 1, 4), (3, 2, 3), (8, 2, 4)):
+        count = tokens * windows
+        positions, which = np.tile(np.arange(tokens), windows) + 5, np.repeat(np.arange(windows), tokens)
+        values = np.random.default_rng(0).random(count)
+        found = Divergences(values, np.ones(count, bool), values, values, positions, which).by_position()
+        assert len(found) == wanted
+        assert sum(each["scored_tokens"] for each in found.values()) == count
+        assert count == 1 or all(np.isfinite(each["kl_mean_se"]) for each in found.values())
+
+
+def test_a_model_that_was_written_anew_is_another_one(tmp_path: Path) -> None:
+    """Overwritten in the same session, a file was compared with what it had been."""
+    forget()
+
+    def asked(name: str, length: int = 32) -> Reference:
+        return reference(str(tmp_path / name), windows=1, text="lighthouse", length=length)
+
+    model = compiled_model("llama")
+    for name, write in (("tiny.gguf", save_tiny_gguf), ("folder", save_tiny)):
+        write(tmp_path / name, model)
+        first = asked(name)
+        assert asked(name) is first
+        model.model.embed_tokens.weight.data *= 1.5
+        write(tmp_path / name, model)
+        again = asked(name)
+        assert (again.hidden[0] != first.hidden[0]).any()
+        assert asked(name) is again
+    for length in range(33, 33 + KEPT):
+        asked("folder", length)
+    assert asked("folder") is not again  # memory is that of so many
 
 
 def test_bad_logits_are_refused(tiny: tuple[Path, torch.nn.Module], ref: Reference) -> None:
