@@ -132,6 +132,7 @@ class LetterTokenizer:
 def make_engine(
     logits=next_logits,
     *,
+    model: ScriptedModel | None = None,
     num_blocks: int = 200,
     block_size: int = 4,
     max_context: int = 120,
@@ -146,7 +147,7 @@ def make_engine(
         **{"token_budget": 64, **config},
     )
     engine = Engine(
-        ScriptedModel(logits),
+        model or ScriptedModel(logits),
         LetterTokenizer(),
         sizes,
         kv=ScriptedKV(num_blocks, block_size),

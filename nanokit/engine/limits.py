@@ -71,10 +71,11 @@ def check_sampling(sampling: object, vocab_size: int) -> None:
 
 
 def own_mode(sampling: Sampling, model: CausalModel) -> str | None:
-    """The activation mode that a request asks for; None where it is the model's own. Raises RequestError for one that
-    the model cannot run, or cannot run yet (static without peaks)."""
-    mode = sampling.activations
-    if mode is None or mode == model.activations:
+    """The activation mode that a request asks for; None where it is the model's own, but for "tensor", which requests
+    name (Request.sharable). Raises RequestError for one that the model cannot run, or cannot run yet (static without
+    peaks)."""
+    mode = sampling.activations or model.activations
+    if mode == model.activations != "tensor":
         return None
     try:
         model.in_mode(mode)

@@ -125,7 +125,10 @@ class Request:
 
     @property
     def sharable(self) -> int:
-        """Tokens from the first whose KV is that of one mode, `spans[0]`: what the prefix cache may know."""
+        """Tokens from the first whose KV is that of one mode, `spans[0]`: what the prefix cache may know. None of the
+        mode "tensor", whose KV is that of the batch in which it was computed."""
+        if self.spans[0][1] == "tensor":
+            return 0
         return self.spans[1][0] if len(self.spans) > 1 else len(self.tokens)
 
     def change_mode(self, mode: str | None) -> None:

@@ -32,6 +32,8 @@ class Sampling:
     one). seed: None draws one, which the result records. ignore_eos: go on past end-of-sequence tokens.
     suppress: token ids never drawn. activations: how the inputs of products are kept while this request is computed,
     one of kernels.activations.MODES; None is the engine's own mode. A step reads the weights once for each mode in it.
+    An answer in "tensor" depends on who else is computed in that mode beside it and on how its prompt was cut into
+    chunks; nothing of it is shared with other requests.
     """
 
     temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 0.0
