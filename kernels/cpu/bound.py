@@ -260,7 +260,7 @@ class Bound:
 
     def _tables_of(self, pages: "Pages") -> "PageTables":
         tables = self._tables
-        if tables is None or tables.pages() is not pages or tables.peaks is not pages.kv_peaks:
+        if tables is None or tables.peaks is not pages.kv_peaks or tables.pages() is not pages:
             self._tables = tables = PageTables(pages)
         return tables
 

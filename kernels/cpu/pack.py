@@ -126,8 +126,8 @@ def pack_rows(
 @dataclass(frozen=True)
 class _Form:
     """How a matrix is kept. zero: the code that stands for 0, or 128 with a table, whose entries are unsigned too;
-    half: scales and minimums are fp16; factor: of
-    all scales, beside what is stored of them; starts: where codes, scales and minimums begin in a panel."""
+    half: scales and minimums are fp16; factor: of all scales, beside what is stored of them; starts: where codes,
+    scales and minimums begin in a panel."""
 
     kind: int
     zero: int

@@ -1,6 +1,6 @@
-/* Reading a buffer by vector loads of one width, from any address on, again and again by the calling thread: what a load
- * that straddles two cache lines costs. Eight accumulators, one exclusive or a load, so that nothing but loads is in the
- * way; a load is written for each width that the build has as one instruction, and for no other. */
+/* Reading a buffer by vector loads of one width, from any address on, again and again by the calling thread: what a
+ * load that straddles two cache lines costs. Eight accumulators, one exclusive or a load, so that nothing but loads is
+ * in the way; a load is written for each width that the build has as one instruction, and for no other. */
 #include "nk.h"
 
 enum { SUMS = 8 };

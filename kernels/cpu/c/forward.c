@@ -257,11 +257,15 @@ static void walk(Team *team, void *argument) {
   const long rows = s->step->rows, least = rows > 8 ? 2 : 1;
   Walk w = {s, m->layer, 0, least, {0}};
   const long by_rows = m->mode > MODE_A8G16 ? rows : 0;
+  /* few writes, but each of many rows (int4 pages): not for one thread alone */
+  const int apart = a->writes > 1 && a->writes <= TEAM_SERIAL && rows > TEAM_SERIAL;
   team_phase(team, &w.cursor, rows, 1, work_embed, 0, NULL, soon_first, &w);
   for (; w.layer < m->layers; w.layer++, w.weights++) {
     const Layer *l = w.weights;
     whole(team, &w, s->normed, m->hidden, PLACE_ATTENTION, &s->act);
-    team_phase(team, &w.cursor, qkv_panels(l), least, work_qkv, a->writes, work_write, soon_attention, &w);
+    team_phase(team, &w.cursor, qkv_panels(l), least, work_qkv, apart ? 0 : a->writes, work_write,
+               apart ? NULL : soon_attention, &w);
+    if (apart) team_phase(team, &w.cursor, a->writes, 1, work_write, 0, NULL, soon_attention, &w);
     if (s->step->fulls)
       team_phase(team, &w.cursor, s->step->fulls * m->kv_heads, 1, work_seal, 0, NULL, soon_attention, &w);
     team_phase(team, &w.cursor, a->tasks, 1, work_attention, rows, work_merge, soon_o, &w);

@@ -91,7 +91,8 @@ INLINE int64_t kv_bytes(int64_t format, int64_t n) {
 
 #define BLOCK 64 /* tokens a block, and the fixed chunk over which attention is summed up before it is merged */
 
-/* kivi.c. A record: codes of keys, codes of values; scales and minimums of keys [2][2][dim], of values [groups][2][64] */
+/* kivi.c. A record: codes of keys, codes of values; scales and minimums of keys [2][2][dim], of values
+ * [groups][2][64] */
 #define KIVI_LEVELS 15
 #define KIVI_KEY_PARAMS 4 /* fp16 numbers a dimension */
 INLINE int64_t kivi_value_group(int64_t dim) { return dim % 32 ? dim : 32; }

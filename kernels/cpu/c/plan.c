@@ -51,7 +51,8 @@ static int plan_writes(Plan *p, Attention *a) {
   a->writes = 0;
   for (int64_t i = 0; i < s->sequences; i++)
     for (int64_t row = s->first_row[i]; row < s->first_row[i + 1]; row++)
-      if (s->kv_format != KV_INT4 || row == s->first_row[i] || s->positions[row] % LANES == 0) p->write[a->writes++] = row;
+      if (s->kv_format != KV_INT4 || row == s->first_row[i] || s->positions[row] % LANES == 0)
+        p->write[a->writes++] = row;
   p->write[a->writes] = s->rows;
   return 0;
 }
@@ -125,7 +126,8 @@ int attention_plan(Attention *a, const Model *model, const Step *step, int threa
   Plan *p = a->private_plan;
   if (!p) return -1;
   p->threads = larger(threads, 1);
-  if (plan_writes(p, a) || plan_tiles(p, model, step) || cut_tiles(p, model) || list_tasks(p, model) || plan_scratch(p, model)) return -1;
+  if (plan_writes(p, a) || plan_tiles(p, model, step) || cut_tiles(p, model)) return -1;
+  if (list_tasks(p, model) || plan_scratch(p, model)) return -1;
   a->tasks = p->tasks;
   return 0;
 }

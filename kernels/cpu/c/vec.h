@@ -95,8 +95,9 @@ INLINE void vf_store_half(uint16_t *p, vf x) {
 INLINE vf vf_load_int8(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
-/* sixteen numbers of half a byte, less `zero`: the low halves of 8 bytes, then their high ones; one half (shift: 0 or 4)
- * of 16 bytes. A permutation looks at the lowest four bits of its index alone: it masks, widens and subtracts in one. */
+/* sixteen numbers of half a byte, less `zero`: the low halves of 8 bytes, then their high ones; one half (shift: 0 or
+ * 4) of 16 bytes. A permutation looks at the lowest four bits of its index alone: it masks, widens and subtracts in
+ * one. */
 INLINE vf vf_of_halves(__m512i index, float zero) {
   const vf codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_permutexvar_ps(index, _mm512_sub_ps(codes, _mm512_set1_ps(zero)));
