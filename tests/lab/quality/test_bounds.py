@@ -12,6 +12,7 @@ import pytest
 from nanokit.engine.load import load
 from nanokit.lab.quality.divergence import Divergences, compare_engine
 from nanokit.lab.quality.reference import reference
+from nanokit.model import calibrate
 
 pytestmark = pytest.mark.model
 
@@ -34,6 +35,18 @@ def test_weights(policy: str, most: float, default_model: Path) -> None:
     assert 0 < found["kl_mean"] < most
     if policy.startswith("int8"):
         assert found["top1"] > 0.95
+
+
+@pytest.mark.filterwarnings("ignore:.*a calibration text runs")
+def test_a_text_in_view_takes_half_of_the_loss_off(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through all layers, on a text of another domain: corrections that fit the calibration text alone, or layers
+    rounded for inputs that they do not get. A quarter of the calibration text will do."""
+    monkeypatch.setattr(calibrate, "MOST_WINDOWS", 4)
+    plain, found = (
+        measured(default_model, policy=f"int4-sym-g64{method}", windows=1).summary()["kl_mean"]
+        for method in ("", "+gptq")
+    )
+    assert found < 0.5 * plain
 
 
 def test_the_references_own_grid_loses_nothing(default_model: Path) -> None:
