@@ -21,11 +21,15 @@ another sum for half a bit), and stochastic rounding (a row's result would chang
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanokit.errors import ParameterError
+
+if TYPE_CHECKING:
+    from nanokit.model.weights import Weights
 
 MODES = ("fp32", "a16", "a8g32", "a8g16", "token", "tensor", "static")
 # Columns that share a scale; the other modes have one scale a row. Scale and product steps are cut alike.
@@ -87,6 +91,19 @@ def planes(codes: Tensor) -> tuple[Tensor, Tensor]:
     """a16 codes as two int8 planes, code = 256 * high + low with both in -128 … 127."""
     high = (codes + 128) >> 8
     return high.to(torch.int8), (codes - 256 * high).to(torch.int8)
+
+
+def columns_of(weights: "Weights") -> list[tuple[str, int]]:
+    """One of the matrices at each place, and how many columns its input has."""
+    linears = [x for layer in weights.layers for x in (layer.q, layer.o, layer.gate, layer.down)]
+    found = (*(x.weight for x in linears), weights.head.weight if weights.head else weights.embedding)
+    return [(matrix.name, matrix.shape[1]) for matrix in found]
+
+
+def check_mode(mode: str) -> None:
+    """Raises ParameterError for a mode that is none of `MODES`."""
+    if mode not in MODES:
+        raise ParameterError("unknown activation mode", found=repr(mode), needed="one of " + ", ".join(MODES))
 
 
 def check_columns(name: str, columns: int, mode: str) -> None:

@@ -22,9 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from nanokit.errors import ParameterError
 from nanokit.kernels import kivi, selection
-from nanokit.kernels.activations import MODES, check_columns, checked_peaks, not_calibrated, note_peak, quantize
+from nanokit.kernels.activations import (
+    check_columns,
+    check_mode,
+    checked_peaks,
+    columns_of,
+    not_calibrated,
+    note_peak,
+    quantize,
+)  # fmt: skip
 from nanokit.kernels.paged import Pages, read_kv, write_kv
 
 if TYPE_CHECKING:
@@ -152,7 +159,7 @@ class Bound:
     selection = selection  # the questions about logits that `FullHead` asks
 
     def __init__(self, config: "ModelConfig", weights: "Weights", resident: bool, activations: str) -> None:
-        self._config, self._mode, self._columns = config, activations, _columns(weights)
+        self._config, self._mode, self._columns = config, activations, columns_of(weights)
         self._check_columns()
         self._embedding, self._final_norm = weights.embedding.dense(), weights.final_norm.dense()
         self._layers = [Layer(layer, Resident if resident else Mapped) for layer in weights.layers]
@@ -170,7 +177,7 @@ class Bound:
     def in_mode(self, mode: str) -> "Bound":
         """The same weights in another activation mode; static has no peaks yet. Raises ParameterError for an unknown
         one, and for columns that its groups do not divide."""
-        _check_mode(mode)
+        check_mode(mode)
         other = copy(self)
         other._mode, other.peaks = mode, None
         other._check_columns()
@@ -288,23 +295,11 @@ class Bound:
         return out.flatten(1)
 
 
-def _columns(weights: "Weights") -> list[tuple[str, int]]:
-    """One of the matrices at each place, and how many columns its input has."""
-    linears = [x for layer in weights.layers for x in (layer.q, layer.o, layer.gate, layer.down)]
-    found = (*(x.weight for x in linears), weights.head.weight if weights.head else weights.embedding)
-    return [(matrix.name, matrix.shape[1]) for matrix in found]
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise ParameterError("unknown activation mode", found=repr(mode), needed="one of " + ", ".join(MODES))
-
-
 def bind(config: "ModelConfig", weights: "Weights", resident: bool = True, *, activations: str = "fp32") -> Bound:
     """Read and bind a model's weights; every type is accepted, since this backend widens all of them to fp32.
 
     resident: False leaves the layers in their file, to be read and widened again in every step. activations: a mode of
     `activations.MODES`. Raises ParameterError for an unknown one, and for columns that its groups do not divide.
     """
-    _check_mode(activations)
+    check_mode(activations)
     return Bound(config, weights, resident, activations)

@@ -221,6 +221,8 @@ def test_static_scales_are_those_given_and_clip() -> None:
     for wrong, said in ((peaks[:1], "2, 2, 3"), (peaks * torch.inf, "inf"), (peaks - 3, "layer 0, keys of head 0")):
         with pytest.raises(ParameterError, match=said):
             pages.calibrate(wrong)
+    with pytest.raises(ParameterError, match=r'(?s)layer 1, values of head 2.*found: 0\.0.*kv_format="int8"'):
+        pages.calibrate(peaks - 7 * (peaks == 7))  # a head whose values are zero in every text
     with pytest.raises(ParameterError, match="only int8-static"):
         PagedKV(SHAPE, 1, "int8").calibrate(peaks)
     pages.calibrate(peaks)
