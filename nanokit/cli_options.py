@@ -12,6 +12,7 @@ def add_quality(quality: argparse.ArgumentParser) -> None:
         action="extend",
         help="such as int4-sym-g64, one or several; keep (the default) changes nothing",
     )
+    quality.add_argument("--reference", metavar="FILE", help="the model that it is compared with (default: itself)")
     quality.add_argument("--activations", help="as for generate")
     quality.add_argument("--kv", dest="kv_format", help="format of the KV pages, as --kv-format of generate")
     quality.add_argument("--ctx", type=int, metavar="N", help="length of a window; its second half is scored (512)")

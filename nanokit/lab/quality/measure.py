@@ -30,6 +30,7 @@ from nanokit.lab.result import Result
 from nanokit.lab.steadiness import remarks
 from nanokit.lab.table import Table
 from nanokit.model.requantize import choices_of
+from nanokit.model.saved import QuantizedFile
 from nanokit.model.weights import find_weights
 from nanokit.quant.policy import parse_policy
 
@@ -111,7 +112,7 @@ def measure_quality(
     _check(p)
     with measuring("quality"):
         progress.start(2 + len(names), "the reference")
-        ref = reference(p.model, p.windows, p.text, p.ctx, cancel=cancel)
+        ref = reference(p.reference or p.model, p.windows, p.text, p.ctx, cancel=cancel)
         measured: dict[str, Measured] = {}
         engines: dict[str, LoadedEngine] = {}
         for name in names:
@@ -125,7 +126,7 @@ def measure_quality(
         each.metrics["ms_per_token"] = statistics.median(turns.samples[f"ms_per_token_of_{name}"])
     first = engines[names[0]]
     metrics = {"reference_floor_kl": reference_floor(ref), **_flat(measured)}
-    notes = [*turns.remarks, *remarks(turns.samples), *_pareto(measured), *_tasks_lost(measured)]
+    notes = [*_itself(p), *turns.remarks, *remarks(turns.samples), *_pareto(measured), *_tasks_lost(measured)]
     return QualityResult(
         p, metrics, turns.samples, _settings(p, ref, first), remarks=notes, policies=tuple(measured.values())
     )
@@ -135,6 +136,17 @@ def _check(p: QualityParams) -> None:
     """Raise ParameterError for what does not fit the model. (The budget of `auto` shows when it is measured.)"""
     source = source_of(p.model)
     check_length(p.ctx, source.config)
+    if p.reference:
+        other = source_of(p.reference)
+        sample = "The quick brown fox; 3 + 4 = 7.\n"
+        if other.config.vocab_size != source.config.vocab_size or (
+            other.tokenizer.encode(sample) != source.tokenizer.encode(sample)
+        ):
+            raise ParameterError(
+                "a model can be compared with one of the same vocabulary only",
+                found=f"{source.name} and {other.name}",
+                needed="two files of one model",
+            )
     if _context(p) > source.config.max_context:
         raise ParameterError(
             "the model's context is too short to be measured",
@@ -202,7 +214,7 @@ def _flat(measured: Mapping[str, Measured]) -> dict[str, float]:
 def _settings(p: QualityParams, ref: Reference, engine: LoadedEngine) -> dict[str, Any]:
     return {
         "reference": ref.name,
-        "model": ref.model,
+        "model": engine.model.name,
         "activations": engine.model.activations,
         "kv_format": engine.kv.kv_format,
         "kernels": engine.model.kernels,
@@ -213,6 +225,17 @@ def _settings(p: QualityParams, ref: Reference, engine: LoadedEngine) -> dict[st
         "timed_at_ctx": TIMED_CTX,
         "scored_tokens": ref.scored,
     }
+
+
+def _itself(p: QualityParams) -> list[str]:
+    """A sentence where a file that nanokit quantized is compared with itself."""
+    source = source_of(p.model)
+    if p.reference or not isinstance(source, QuantizedFile):
+        return []
+    return [
+        f"{source.name} was quantized already ({source.policy}) and is compared with itself: --reference ORIGINAL says "
+        "what that cost"
+    ]
 
 
 def _pareto(measured: Mapping[str, Measured]) -> list[str]:

@@ -17,6 +17,9 @@ class QualityParams(Params):
     """A scenario (context, batch, KV format, layout, activations) and the weight policies that are measured in it."""
 
     model: str = knob("", "GGUF file, folder of safetensors or hub name; empty is the default model")
+    reference: str = knob(
+        "", "model that it is compared with, such as the one that a file was made from; empty is itself"
+    )
     policy: list[str] = knob([KEEP], "weight policies, as int4-sym-g64; keep leaves the file's own weights")
     activations: str = knob("", "activation mode; empty is the engine's own choice")
     kv_format: str = knob("", "format of the KV pages; empty is the engine's own choice")

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from tiny import compiled_model, save_tiny_gguf
+from tiny import compiled_model, save_tiny_gguf, tiny_model
 
 from nanokit.cli import main
 from nanokit.errors import NanokitError, ParameterError
@@ -172,3 +172,24 @@ def test_figures_that_are_no_numbers_are_not_written() -> None:
 def test_params_refuse_what_the_command_does() -> None:
     with pytest.raises(ParameterError, match="unknown task"):
         QualityParams(tasks=["sums"])
+
+
+def test_a_file_is_compared_with_what_it_came_from(tiny: Path, tmp_path: Path) -> None:
+    """Compared with itself, a quantized file looks lossless: the one answer that nobody asked for."""
+    from nanokit.model.quantize import quantize
+
+    small = tmp_path / "small.safetensors"
+    quantize(tiny, small, "int4-sym-g32")
+    asked = {"ctx": 96, "windows": 1, "text": "lighthouse", "preset": "smoke", "activations": "a16"}
+    alone = measure_quality(QualityParams(model=str(small), **asked))
+    assert alone.metrics["kl_mean"] < 1e-5
+    assert any("--reference" in remark for remark in alone.remarks)
+    against = measure_quality(QualityParams(model=str(small), reference=str(tiny), **asked))
+    loaded = measure_quality(QualityParams(model=str(tiny), policy=["int4-sym-g32"], **asked))
+    assert against.metrics["kl_mean"] == pytest.approx(loaded.metrics["kl_mean"], rel=1e-6)
+    assert not any("--reference" in remark for remark in against.remarks)
+    other = save_tiny_gguf(tmp_path / "other.gguf", compiled_model("llama", columns=256), types="Q8_0")
+    other_vocabulary = save_tiny_gguf(tmp_path / "v.gguf", tiny_model("llama", vocab=400), types="F32")
+    assert measure_quality(QualityParams(model=str(small), reference=str(other), **asked)).metrics["kl_mean"] > 0.01
+    with pytest.raises(ParameterError, match="same vocabulary"):
+        measure_quality(QualityParams(model=str(small), reference=str(other_vocabulary), **asked))
