@@ -14,6 +14,7 @@ class Watcher:
     def __init__(self, model: Any, kv_format: str) -> None:
         self._model, self._kv_format = model, kv_format
         self.vocab_size, self.head, self.config = model.vocab_size, model.head, model.config
+        self.activations = model.activations
         self._written: dict[int, int] = {}
         self.rows = 0
 

@@ -31,6 +31,7 @@ class Watcher:
             model.head,
             model.config,
         )
+        self.activations = model.activations
         self._written: dict[int, int] = {}
         self.rows = 0
 

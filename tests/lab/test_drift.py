@@ -224,7 +224,7 @@ def test_q18_says_where_the_loss_comes_from(top1: tuple[float, float, float], ve
 @pytest.mark.model
 def test_dynamic_scales_keep_what_static_ones_lose(default_model: Path, exact_engine: LoadedEngine) -> None:
     """The issue's bounds on KL to fp32 activations, on a window of the fixed evaluation text."""
-    engine = load(default_model, kv_memory="64MiB")
+    engine = load(default_model, kv_memory="64MiB", prefix_cache=False)
     engine.calibrate(text_start(engine, "calibration", 256))
     window = text_start(engine, "evaluation", 256)
     expected = scored(exact_engine, window)
