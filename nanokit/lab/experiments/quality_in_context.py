@@ -51,16 +51,16 @@ class ContextParams(Params):
     model: str = knob("", "GGUF file, folder of safetensors or hub name; empty is the default model")
     contexts: list[int] = knob(
         [], "lengths of the windows; beyond the model's own, rope is scaled", unit="tokens", low=64, high=32768,
-        by_preset={"smoke": [64, 192], "quick": [256, 1024], "full": [512, 2048, 8192, 12288]},
+        by_preset={"smoke": [64, 192], "quick": [128, 640], "full": [512, 2048, 8192, 12288]},
     )  # fmt: skip
     kv_formats: list[str] = knob(
         [], "formats of KV pages under the stored weights", choices=tuple(DTYPES),
-        by_preset={"smoke": ["fp16", "int8"], "quick": ["fp16", "int8", "int8-static", "int4", "kivi4"],
+        by_preset={"smoke": ["fp16", "int8"], "quick": ["int8", "int8-static", "kivi4"],
                    "full": ["fp16", "int8", "int8-static", "int4", "kivi4"]},
     )  # fmt: skip
     policies: list[str] = knob(
         [], "policies of weights, over fp16 pages",
-        by_preset={"smoke": ["int4-sym-g64"], "quick": ["int8-sym-channel", "nvfp4", "int4-sym-g64"],
+        by_preset={"smoke": ["int4-sym-g64"], "quick": ["nvfp4", "int4-sym-g64"],
                    "full": ["int8-sym-channel", "nvfp4", "int4-sym-g32", "int4-sym-g64"]},
     )  # fmt: skip
     batch: int = knob(4, "windows computed together in the rows that should change nothing", low=2, high=8)
