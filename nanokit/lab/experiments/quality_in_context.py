@@ -41,6 +41,7 @@ from nanokit.quant.policy import parse_policy
 STORED = "keep"
 BUCKETS = 4
 TOLD_APART = 2.0  # standard errors
+CLAIMED = (2000, 32000)  # tokens between which rankings are said to reverse (Q10)
 SMALL_CHUNK = 192
 
 
@@ -255,11 +256,13 @@ def _told_apart(a: Cell, b: Cell) -> int:
 
 def _verdict_q10(cells: list[Cell], apart: int, turned: list[tuple[str, str]]) -> str:
     lengths = sorted({cell.context for cell in cells})
-    span = f"between {lengths[0]:,} and {lengths[-1]:,} tokens"
+    claimed = " and ".join(f"{length:,}" for length in CLAIMED)
+    span = f"between {lengths[0]:,} and {lengths[-1]:,} tokens (the claim speaks of {claimed})"
     if len(lengths) < 2 or not apart:
         return f"is not tested by this run: no two settings are told apart at two lengths ({span})"
     if turned:
-        return f"holds: {span} {len(turned)} of {apart} pairs change places, {turned[0][0]} and {turned[0][1]} for one"
+        example = f"{turned[0][0]} and {turned[0][1]}"
+        return f"holds in part: {span} {len(turned)} of {apart} pairs change places, {example} for one"
     moved = _largest_growth(cells)
     return (
         f"does not hold here: {span} none of {apart} pairs that can be told apart change places; what changes is the "

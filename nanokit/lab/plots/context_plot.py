@@ -38,7 +38,7 @@ def by_position(result: ContextResult) -> go.Figure:
     """KL by position in the longest windows, a line a setting."""
     longest = max(cell.context for cell in result.cells)
     cells = [cell for cell in result.cells if cell.context == longest]
-    steepest = max(cells, key=_slope)
+    steepest = max(cells, key=lambda cell: abs(math.log(max(_slope(cell), 1e-9))))
     fig = figure(
         f"Within {longest:,} tokens, {steepest.setting} changes most with position: {_slope(steepest):.2f} times<br>"
         "(last quarter of the scored tokens over the first)",

@@ -157,7 +157,8 @@ def _logits(engine: LoadedEngine, states: Tensor) -> Iterator[Tensor]:
     """Of the rows that predict a token of the window, a few at a time."""
     for rows in states[:-1].split(ROWS):
         with torch.inference_mode():
-            yield engine.model.head.logits(rows.contiguous())
+            logits = engine.model.head.logits(rows.contiguous())
+        yield logits  # out here: a generator that is left alone would leave its caller in inference mode
 
 
 def reference_floor(ref: Reference) -> float:

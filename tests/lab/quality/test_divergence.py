@@ -179,3 +179,17 @@ def test_intervals_are_the_ones_defined() -> None:
     assert standard_error(values) == pytest.approx(statistics.stdev(values.tolist()) / 50**0.5)
     with pytest.raises(ValueError):
         wilson(0, 0)
+
+
+def test_a_comparison_that_fails_leaves_gradients_on() -> None:
+    """A generator that yields inside inference_mode and is then dropped switches gradients off for whatever comes
+    next in the process: training failed minutes later, elsewhere."""
+    from types import SimpleNamespace
+
+    from nanokit.lab.quality.divergence import _logits
+
+    head = SimpleNamespace(logits=lambda rows: rows @ torch.ones(4, 3))
+    pieces = _logits(SimpleNamespace(model=SimpleNamespace(head=head)), torch.ones(200, 4))
+    next(pieces)
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
