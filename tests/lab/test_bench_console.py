@@ -51,6 +51,13 @@ def test_one_schema_for_all_kinds(kind: str, tiny: Path, tmp_path: Path, capsys)
     assert all(name in printed for name in found["metrics"] if name != "v")
 
 
+def test_a_policy_is_what_runs_and_what_is_said(tiny: Path, capsys) -> None:
+    """Weights as stored under the name of a policy would be a figure of another model."""
+    options = ["--model", str(tiny), "--preset", "smoke", "--tokens", "64", "--json", "-"]
+    assert main(["bench", "prefill", *options, "--policy", "int8-sym-channel"]) == 0
+    assert json.loads(capsys.readouterr().out)["setting"]["model"] == "tiny as int8-sym-channel"
+
+
 def test_a_controller_reads_v(tiny: Path, tmp_path: Path) -> None:
     target = tmp_path / "v.json"
     options = ["--activations", "fp32", "--rows", "1", "2", "8", "--ctx", "64", "80", "--steps", "1"]

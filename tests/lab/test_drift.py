@@ -114,6 +114,13 @@ def test_damage_is_the_divergence_of_the_scored_half(results: tuple[Any, ...], t
     assert torch.equal(scored(in_mode(fast, "a16"), window), logits_of(in_mode(fast, "a16"), window)[23:-1])
 
 
+def test_affine_inputs_cost_by_the_range_that_they_were_calibrated_to(results: tuple[Any, ...]) -> None:
+    """Beside exact inputs they cost something, and never what a module of other weights or without rounding would."""
+    m = results[2].metrics
+    for name in results[2].asked.exported:
+        assert m[f"kl_mean_{name}_a16"] < m[f"kl_mean_{name}_affine"] < 10 * m[f"kl_mean_{name}_static"]
+
+
 def test_experiments_repeat_and_make_one_record(results: tuple[Any, ...], tiny: str) -> None:
     """Names of four experiments do not collide; what is no time is equal on repetition."""
     points = drift_points(params(tiny))
@@ -213,7 +220,7 @@ def test_q13_needs_the_repair_and_its_price(token: float, price: float, verdict:
      ((0.85, 0.88, 0.9), "does not hold")],
 )  # fmt: skip
 def test_q18_says_where_the_loss_comes_from(top1: tuple[float, float, float], verdict: str) -> None:
-    names = ("top1_tensor_static", "top1_tensor_token", "top1_channel_token")
+    names = ("top1_tensor_affine", "top1_tensor_token", "top1_channel_token")
     result = ExportResult(DriftParams(preset="quick"), dict(zip(names, top1, strict=True)))
     assert verdict in result.verdict_q18
 

@@ -10,15 +10,20 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_model
 
+from nanokit import quant
+from nanokit.engine.load import LoadedEngine
 from nanokit.errors import ParameterError
 from nanokit.lab import lock, plots
+from nanokit.lab.experiments import qat_points
 from nanokit.lab.experiments.adapters import AdaptersResult, adapters
+from nanokit.lab.experiments.agreement import logits_of
 from nanokit.lab.experiments.distil import divergence, own_texts, schedule
 from nanokit.lab.experiments.gradient_params import GradientParams
 from nanokit.lab.experiments.one_grid import five_numbers, one_grid, passing
-from nanokit.lab.experiments.qat import QatResult, policy_of, qat
+from nanokit.lab.experiments.qat import QatResult, fresh, policy_of, qat
 from nanokit.lab.experiments.small_layer import ESTIMATORS, SmallLayerParams, small_layer
 from nanokit.lab.quality import reference as references
+from nanokit.lab.quality.tasks import TaskScore
 from nanokit.lab.repeat import comparable
 from nanokit.lab.result import together
 
@@ -33,6 +38,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "lock_path", lambda: tmp_path / "measuring.lock")
+
+
+@pytest.fixture(autouse=True)
+def given_points(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """A tiny model's context has no room for the tasks. Returned: logits of a text, of every model that was scored."""
+    seen: list[torch.Tensor] = []
+
+    def score(engine: LoadedEngine, task: str, limit: int) -> TaskScore:
+        seen.append(logits_of(engine, list(range(20))))
+        return TaskScore(task, {str(i): i <= (len(seen) - 1) % 4 for i in range(8)}, {})
+
+    monkeypatch.setattr(qat_points, "score", score)
+    return seen
 
 
 def params(tiny: str, **changes: object) -> GradientParams:
@@ -92,6 +110,26 @@ def test_training_learns_the_grid(tiny: str) -> None:
     searched = qat(replace(p, scales="searched", steps=4))
     assert searched.kl["search"] == result.kl["search"]
     assert policy_of(replace(p, layers=1), True) == "int4-sym-g32+search;1-1=keep"
+
+
+def test_points_are_those_of_the_weights_that_were_trained(tiny: str, given_points: list[torch.Tensor]) -> None:
+    """Of the file as it is stored, then searched, plain and trained weights, through a file and the packed kernels:
+    a way that is scored with another's weights, or a file that rounds once more, shows here."""
+    p = params(tiny, steps=4)
+    result = qat(p)
+    prepared = fresh(p)
+    expected = [prepared.logits(list(range(20)))]
+    for policy in (policy_of(p, True), policy_of(p)):
+        expected.append(quant.apply(fresh(p), policy).logits(list(range(20))))
+    for found, wanted in zip(given_points[:3], expected, strict=True):
+        assert torch.allclose(found, wanted, atol=2e-3 * float(wanted.abs().max()))
+    trained = given_points[3]
+    assert all((trained - each).abs().max() > 0.01 for each in given_points[:3])
+    m = result.metrics
+    assert [m[f"points_of_{way}_arithmetic"] for way in ("stored", "search", "plain", "qat")] == [12.5, 25, 37.5, 50]
+    assert m["gained_points_arithmetic"] == 12.5
+    assert "+12.5 points" in result.gained
+    assert [row[-1][:4] for row in result.table().rows] == ["12.5", "37.5", "25.0", "50.0"]
 
 
 def test_verdict_on_qat_follows_the_figures(tiny: str) -> None:

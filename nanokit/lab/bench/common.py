@@ -37,6 +37,7 @@ class BenchParams(Params):
     model: str = knob("", "GGUF file, folder of safetensors or hub name; empty is the default model")
     activations: str = knob("", "activation mode; empty is the engine's own choice")
     kv_format: str = knob("", "format of the KV pages; empty is the engine's own choice")
+    policy: str = knob("", "what the weights are quantized to; empty runs them as they are stored")
     repeats: int = knob(0, "rounds", low=2, high=1000, by_preset={"smoke": 2, "quick": 5, "full": 15})
 
 
@@ -107,7 +108,9 @@ def prepared(
         progress.start(1, "loading")
         source = p.model or (_default_model() if engine is None or peer else "")
         if engine is None:
-            engine = load_for(source, ctx=ctx, max_seqs=max_seqs, activations=p.activations, kv_format=p.kv_format)
+            engine = load_for(
+                source, ctx=ctx, max_seqs=max_seqs, activations=p.activations, kv_format=p.kv_format, policy=p.policy
+            )
         elif peer and Path(source).name != engine.model.name:
             raise ParameterError(
                 "peers would run another file than nanokit",

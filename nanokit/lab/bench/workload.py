@@ -43,9 +43,11 @@ def context_for(ctx: int, steps: int) -> int:
     return ctx + steps + WARM + ROOM
 
 
-def load_for(source: str, *, ctx: int, max_seqs: int, activations: str, kv_format: str) -> LoadedEngine:
+def load_for(
+    source: str, *, ctx: int, max_seqs: int, activations: str, kv_format: str, policy: str = ""
+) -> LoadedEngine:
     """An engine with room for max_seqs sequences of ctx tokens and without a prefix cache: every prompt is
-    computed. activations, kv_format: "" is what `nanokit.load` takes by itself."""
+    computed. activations, kv_format, policy: "" is what `nanokit.load` takes by itself."""
     return load(
         source or None,
         ctx=ctx,
@@ -54,6 +56,7 @@ def load_for(source: str, *, ctx: int, max_seqs: int, activations: str, kv_forma
         prefix_cache=False,
         activations=activations or None,
         kv_format=kv_format or None,
+        policy=policy or None,
     )
 
 

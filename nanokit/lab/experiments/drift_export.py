@@ -1,18 +1,21 @@
 """INT8 as exported models often have it: one scale a weight matrix and one calibrated scale an activation tensor.
 
 Weights, a scale for each matrix (`tensor`, and `reduced` with codes up to 63, as exporters choose for processors whose
-8-bit multiplication would saturate) or for each output (`channel`); activations, static or with a scale a token. Every
-pair of both, and a16 beside them, which leaves the weights' part alone. The reference is the file's own weights with
-fp32 activations; that file is 4-bit, and 8 bits hold its codes well, so that the weights' part is small by nature here.
-
-Static activations of exported models are mostly asymmetric: codes from the least to the largest value. Those here are
-symmetric; on inputs whose two ends are of a size, that is the same, and at most it is a factor of two in the step.
+8-bit multiplication would saturate) or for each output (`channel`); activations, static with a zero point as ONNX has
+them (`affine`, computed by a torch module of the same weights: quant/affine.py), static and symmetric as in the engine,
+or with a scale a token. Every pair of both, and a16 beside them, which leaves the weights' part alone. The reference is
+the file's own weights with fp32 activations; that file is 4-bit, and 8 bits hold its codes well, so that the weights'
+part is small by nature here.
 """
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanokit.engine.load import load
+import torch
+from torch import Tensor
+
+from nanokit.engine.load import LoadedEngine, load
 from nanokit.lab.engines import in_mode
 from nanokit.lab.experiments.drift_damage import compared, scored, windows_of
 from nanokit.lab.experiments.drift_params import (
@@ -23,12 +26,18 @@ from nanokit.lab.experiments.drift_params import (
     exact_engine,
     text_start,
 )
+from nanokit.lab.experiments.kernel_params import opened
 from nanokit.lab.lock import measuring
 from nanokit.lab.progress import Progress, Silent, stop_if
 from nanokit.lab.quality.intervals import standard_error
 from nanokit.lab.table import Table
+from nanokit.model.requantize import requantized
+from nanokit.model.trainable import TrainableModel
+from nanokit.model.weights import find_weights
+from nanokit.quant.affine import AffineRanges
 
-ACTIVATIONS = ("static", "token", "a16")
+ACTIVATIONS = ("affine", "static", "token", "a16")
+HEAD = "the head's input"
 MUCH = 10.0  # points of equal best tokens that count as much accuracy
 
 
@@ -51,11 +60,11 @@ class ExportResult(DriftResult):
 
     @property
     def verdict_q18(self) -> str:
-        """Of the claim that static INT8 with unsuitable scales loses much accuracy: a scale a matrix and static
+        """Of the claim that static INT8 with unsuitable scales loses much accuracy: a scale a matrix and affine static
         activations beside a scale an output and a token, and which of the two the loss comes from."""
         m = self.metrics
-        points = {pair: 100 * m[f"top1_{pair}"] for pair in ("tensor_static", "tensor_token", "channel_token")}
-        lost = points["channel_token"] - points["tensor_static"]
+        points = {pair: 100 * m[f"top1_{pair}"] for pair in ("tensor_affine", "tensor_token", "channel_token")}
+        lost = points["channel_token"] - points["tensor_affine"]
         weights = points["channel_token"] - points["tensor_token"]
         if lost < MUCH:
             return f"does not hold here: {lost:.0f} points of equal best tokens"
@@ -87,10 +96,14 @@ def drift_export(
                 p.model or None, policy=EXPORTED[name], ctx=max(p.window_tokens, p.tokens), max_seqs=1,
                 kv_format=KV_FORMAT, prefix_cache=False,
             )  # fmt: skip
-            engine.calibrate(text_start(engine, p.calibration, p.tokens))
+            calibration = text_start(engine, p.calibration, p.tokens)
+            engine.calibrate(calibration)
             for mode in ACTIVATIONS:
-                view = in_mode(engine, mode)
-                kls, same = compared(expected, (scored(view, window) for window in windows))
+                if mode == "affine":
+                    found = _affine(p.model, EXPORTED[name], calibration, windows)
+                else:
+                    found = _in_engine(in_mode(engine, mode), windows)
+                kls, same = compared(expected, found)
                 metrics |= {
                     f"kl_mean_{name}_{mode}": float(kls.mean()),
                     f"kl_se_{name}_{mode}": standard_error(kls),
@@ -103,3 +116,21 @@ def drift_export(
         "exported_text": text,
     }
     return ExportResult(p, metrics, settings=settings)
+
+
+def _in_engine(view: LoadedEngine, windows: list[list[int]]) -> Iterator[Tensor]:
+    return (scored(view, window) for window in windows)
+
+
+def _affine(model: str, policy: str, calibration: list[int], windows: list[list[int]]) -> Iterator[Tensor]:
+    """The scored logits of the same weights with affine static inputs, the head's included."""
+    source = requantized(opened(model)[0], policy)
+    module = TrainableModel(source.config, find_weights(source.config, source)).requires_grad_(False)
+    ranges = AffineRanges()
+    with torch.no_grad():
+        with ranges.observing(module):
+            ranges.observe(HEAD, module(torch.tensor([calibration])))
+        for window in windows:
+            with ranges.applied(module):
+                hidden = module(torch.tensor([window]))[0]
+            yield ranges.rounded(HEAD, hidden[len(window) // 2 - 1 : -1]) @ module.head.T

@@ -12,13 +12,13 @@ from nanokit.errors import ParameterError
 from nanokit.kernels.activations import MODES, place_name
 from nanokit.lab.engines import engine_for
 from nanokit.lab.params import Params, experiment_params, knob
+from nanokit.lab.quality.tasks import TASKS
 from nanokit.lab.quality.texts import cut, text_ids
 from nanokit.lab.result import Result
 from nanokit.model.batch import Batch
 from nanokit.quant.drift import Profile, Watch
 
 TEXTS = ("calibration", "lighthouse", "evaluation", "arithmetic", "code")  # of data/texts
-TASKS = ("arithmetic", "completion", "chat")  # of data/tasks
 DYNAMIC = tuple(mode for mode in MODES if mode not in ("fp32", "static"))  # a16 first
 EXPORTED = {"tensor": "int8-sym-tensor", "reduced": "int8-sym-tensor-reduced", "channel": "int8-sym-channel"}
 KV_FORMAT = "fp16"  # in every engine here, so that activations are all that differs

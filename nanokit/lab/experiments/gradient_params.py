@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from nanokit.errors import ParameterError
 from nanokit.lab.params import Params, experiment_params, knob
+from nanokit.lab.quality.tasks import TASKS
 from nanokit.lab.result import Result
 from nanokit.quant.weight_format import weight_format
 
@@ -60,6 +61,14 @@ class GradientParams(Params):
     window_tokens: int = knob(
         0, "length of each", unit="tokens", low=64, high=2048,
         by_preset={"smoke": 128, "quick": 256, "full": 512},
+    )  # fmt: skip
+    tasks: list[str] = knob(
+        [], "tasks on which models are scored", choices=TASKS,
+        by_preset={"smoke": ["arithmetic"], "quick": ["arithmetic"], "full": list(TASKS)},
+    )  # fmt: skip
+    items: int = knob(
+        0, "items of each task, at most", unit="items", low=2, high=10000,
+        by_preset={"smoke": 4, "quick": 40, "full": 10000},
     )  # fmt: skip
     seed: int = knob(0, "seed of the texts, their order and the adapters", low=0, high=2**31 - 1)
 

@@ -8,7 +8,8 @@ on.
     recovered       (plain - QAT) / plain        of all the damage
     beyond search   (search - QAT) / search      of what the best rounding without data leaves: what training is for
 
-The reference is the file as it is stored, 4-bit in the default model. Times are those of whole steps, with rounding and
+The same three, and the file as it is stored, are scored on tasks (qat_points.py). The reference is the file as it is
+stored, 4-bit in the default model. Times are those of whole steps, with rounding and
 with the same layers computing with their weights as they are, in turns, after the training and with a rate of 0.
 """
 
@@ -25,6 +26,7 @@ from nanokit.lab.bench.timing import Samples
 from nanokit.lab.experiments.distil import Lesson, Training, lesson_of, own_texts, products_of
 from nanokit.lab.experiments.gradient_params import GradientParams, GradientResult
 from nanokit.lab.experiments.kernel_params import opened
+from nanokit.lab.experiments.qat_points import figures, gains, points_as_stored, points_of
 from nanokit.lab.lock import measuring
 from nanokit.lab.progress import Progress, Silent, stop_if
 from nanokit.lab.quality.divergence import compare
@@ -42,7 +44,8 @@ CLAIMED_TIME = (0.35, 0.60)  # more time a step that agrees with Q6's 47 %
 @dataclass(frozen=True)
 class QatResult(GradientResult):
     """Metrics: kl_mean, kl_mean_se, kl_p99, top1 and ppl_ratio of each way (`kl_mean_of_qat`); `recovered_rate`,
-    `beyond_search_rate`; `rounding_time_ratio`: of steps with rounding over steps without. Samples: `loss` and
+    `beyond_search_rate`; `points_of_<way>_<task>` with intervals, `stored` among the ways, and `gained_points_<task>`:
+    QAT's less plain rounding's; `rounding_time_ratio`: of steps with rounding over steps without. Samples: `loss` and
     `gradient_norm` of every step, `ms_per_step_rounded`, `ms_per_step_plain`."""
 
     @property
@@ -71,14 +74,35 @@ class QatResult(GradientResult):
     def table(self) -> Table:
         """One row a way."""
         m = self.metrics
-        rows = [("as stored", "0", "-", "100.0%", "1")]
+        rows = [("as stored", "0", "-", "100.0%", "1", *self._points("stored"))]
         for way in WAYS:
             kl, error = m[f"kl_mean_of_{way}"], m[f"kl_mean_se_of_{way}"]
             recovered = 1 - kl / m["kl_mean_of_plain"]
             top1, ratio = m[f"top1_of_{way}"], m[f"ppl_ratio_of_{way}"]
-            rows.append((CALLED[way], f"{kl:.3f} ± {error:.3f}", f"{recovered:.0%}", f"{top1:.1%}", f"{ratio:.3f}"))
-        columns = ("rounded by", "KL (nats)", "recovered", "top-1", "ppl ratio")
+            figures = (f"{kl:.3f} ± {error:.3f}", f"{recovered:.0%}", f"{top1:.1%}", f"{ratio:.3f}")
+            rows.append((CALLED[way], *figures, *self._points(way)))
+        tasks = (f"{task} (points)" for task in self.asked.tasks)
+        columns = ("rounded by", "KL (nats)", "recovered", "top-1", "ppl ratio", *tasks)
         return Table(columns, rows, right=columns[1:])
+
+    def _points(self, way: str) -> list[str]:
+        m = self.metrics
+        return [
+            f"{m[f'points_of_{way}_{task}']:.1f} ({m[f'points_low_of_{way}_{task}']:.0f} to "
+            f"{m[f'points_high_of_{way}_{task}']:.0f})"
+            for task in self.asked.tasks
+        ]
+
+    @property
+    def gained(self) -> str:
+        """What QAT's points are beside plain rounding's, task by task, in a line each."""
+        m = self.metrics
+        return "\n".join(
+            f"{task}: {m[f'gained_points_{task}']:+.1f} points by QAT over plain rounding (95 %: "
+            f"{m[f'gained_points_low_{task}']:+.1f} to {m[f'gained_points_high_{task}']:+.1f}, "
+            f"{m[f'items_{task}']:.0f} items)"
+            for task in self.asked.tasks
+        )
 
 
 def qat(p: GradientParams, *, progress: Progress | None = None, cancel: threading.Event | None = None) -> QatResult:
@@ -89,9 +113,10 @@ def qat(p: GradientParams, *, progress: Progress | None = None, cancel: threadin
     """
     progress = progress or Silent()
     with measuring("QAT"):
-        progress.start(5 + p.steps, "the reference")
+        progress.start(6 + p.steps, "the reference")
         ref = reference_for(p)
-        metrics: dict[str, float] = {}
+        progress.step("points of the model as it is stored")
+        metrics, scores = figures(points_as_stored(p), "stored"), {}
         progress.step("the model writes texts")
         lesson = lesson_for(p)
         for way in ("search", "plain"):
@@ -99,10 +124,12 @@ def qat(p: GradientParams, *, progress: Progress | None = None, cancel: threadin
             progress.step(CALLED[way])
             student = _prepared(p, way == "search")
             metrics |= quality(student, ref, way)
+            scores[way] = points_of(p, student, policy_of(p, way == "search"))
         if p.scales == "searched":
             student = _prepared(p, True)
         samples, training = trained(student, layers_of(student), lesson, p, p.steps, p.learning_rate, progress, cancel)
         metrics |= quality(student, ref, "qat")
+        scores["qat"] = points_of(p, student, policy_of(p, p.scales == "searched"))
         progress.step("timing steps")
         samples |= _times(student, training, TIMED[p.preset], cancel)
     median = {name: statistics.median(samples[name]) for name in ("ms_per_step_rounded", "ms_per_step_plain")}
@@ -113,7 +140,10 @@ def qat(p: GradientParams, *, progress: Progress | None = None, cancel: threadin
         "trained_tokens": p.steps * p.batch * p.text_tokens,
         "rounding_time_ratio": median["ms_per_step_rounded"] / median["ms_per_step_plain"],
         **median,
+        **gains(scores["plain"], scores["qat"]),
     }
+    for way, each in scores.items():
+        metrics |= figures(each, way)
     return QatResult(p, metrics, samples, settings_of(p, ref, lesson))
 
 

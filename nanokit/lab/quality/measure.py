@@ -126,7 +126,14 @@ def measure_quality(
         each.metrics["ms_per_token"] = statistics.median(turns.samples[f"ms_per_token_of_{name}"])
     first = engines[names[0]]
     metrics = {"reference_floor_kl": reference_floor(ref), **_flat(measured)}
-    notes = [*_itself(p), *turns.remarks, *remarks(turns.samples), *_pareto(measured), *_tasks_lost(measured)]
+    notes = [
+        *_itself(p),
+        *_chosen(engines),
+        *turns.remarks,
+        *remarks(turns.samples),
+        *_pareto(measured),
+        *_tasks_lost(measured),
+    ]
     return QualityResult(
         p, metrics, turns.samples, _settings(p, ref, first), remarks=notes, policies=tuple(measured.values())
     )
@@ -235,6 +242,15 @@ def _itself(p: QualityParams) -> list[str]:
     return [
         f"{source.name} was quantized already ({source.policy}) and is compared with itself: --reference ORIGINAL says "
         "what that cost"
+    ]
+
+
+def _chosen(engines: Mapping[str, LoadedEngine]) -> list[str]:
+    """A sentence for every `auto`: what it chose on this model."""
+    return [
+        f"{name} chose {engine.model.name.split(' as ')[-1]}"
+        for name, engine in engines.items()
+        if parse_policy(name).auto_bits is not None
     ]
 
 

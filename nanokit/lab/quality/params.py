@@ -5,7 +5,7 @@ from nanokit.kernels.activations import MODES
 from nanokit.kv.pages import DTYPES
 from nanokit.lab.params import Params, experiment_params, knob
 from nanokit.lab.quality.passes import LAYOUTS
-from nanokit.lab.quality.tasks import task_names
+from nanokit.lab.quality.tasks import TASKS
 from nanokit.lab.quality.texts import WINDOW, text_names
 from nanokit.quant.policy import parse_policy
 
@@ -43,7 +43,7 @@ class QualityParams(Params):
             ("activation mode", [self.activations], ("", *MODES)),
             ("kv_format", [self.kv_format], ("", *DTYPES)),
             ("text", [self.text], text_names()),
-            ("task", self.tasks, task_names()),
+            ("task", self.tasks, TASKS),
         ):
             for value in values:
                 if value not in known:

@@ -28,6 +28,7 @@ from nanokit.lab.quality.intervals import wilson
 from nanokit.model.batch import Batch
 from nanokit.paths import data_dir
 
+TASKS = ("arithmetic", "completion", "chat")  # those of data/tasks
 TOGETHER = 16  # items whose choices are scored in one forward
 SPARE = 8  # tokens that an answer may take beyond its own length before it is cut off
 
@@ -76,15 +77,10 @@ class Paired:
     p: float
 
 
-def task_names() -> list[str]:
-    """The tasks of data/tasks."""
-    return sorted(path.stem for path in (data_dir() / "tasks").glob("*.jsonl"))
-
-
 def items(task: str) -> list[Item]:
     """The items of a task. Raises ParameterError for an unknown name."""
-    if task not in task_names():
-        raise ParameterError("unknown task", found=repr(task), needed="one of " + ", ".join(task_names()))
+    if task not in TASKS:
+        raise ParameterError("unknown task", found=repr(task), needed="one of " + ", ".join(TASKS))
     lines = (data_dir() / "tasks" / f"{task}.jsonl").read_text("utf-8").splitlines()
     return [Item(**{**raw, "choices": tuple(raw.get("choices", ()))}) for raw in map(json.loads, lines)]
 

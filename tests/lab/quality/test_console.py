@@ -74,6 +74,14 @@ def test_policies_share_a_run(tiny: Path) -> None:
     assert "int4-sym-tensor" in quality_pareto(both).to_json()
 
 
+def test_auto_says_what_it_chose(tiny: Path) -> None:
+    """A figure of "auto:6" alone could not be repeated on another machine."""
+    asked = {"model": str(tiny), "ctx": 96, "text": "lighthouse", "preset": "smoke", "windows": 1}
+    [note] = [each for each in measure_quality(QualityParams(policy=["auto:6"], **asked)).remarks if "chose" in each]
+    again = measure_quality(QualityParams(policy=[note.split(" chose ")[1]], **asked))
+    assert again.metrics["bits_per_weight"] <= 6
+
+
 def made(**figures: tuple[float, float]) -> QualityResult:
     """A result of bits and divergence by policy, standard error a tenth."""
     policies = tuple(

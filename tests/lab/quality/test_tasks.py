@@ -12,12 +12,13 @@ from tiny import save_tiny, tiny_model
 from nanokit.engine.load import LoadedEngine, load
 from nanokit.engine.sampling import Sampling
 from nanokit.errors import ParameterError
-from nanokit.lab.quality.tasks import Item, TaskScore, items, paired, score, score_items, task_names
+from nanokit.lab.quality.tasks import TASKS, Item, TaskScore, items, paired, score, score_items
+from nanokit.paths import data_dir
 
 SIGNS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "x": lambda a, b: a * b}
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "completion", "chat"])
+@pytest.mark.parametrize("task", TASKS)
 def test_a_task_is_large_and_its_items_differ(task: str) -> None:
     found = items(task)
     assert len(found) >= 150
@@ -129,7 +130,8 @@ def test_a_paired_comparison_counts_what_changed() -> None:
 
 
 def test_an_unknown_task_lists_the_known_ones() -> None:
-    assert task_names() == ["arithmetic", "chat", "completion"]
+    """And every file of the folder is known."""
+    assert {path.stem for path in (data_dir() / "tasks").glob("*.jsonl")} == set(TASKS)
     with pytest.raises(ParameterError, match="completion"):
         items("mathematics")
 
