@@ -26,11 +26,11 @@ class GradientParams(Params):
     )
     texts: int = knob(
         0, "texts that the model writes itself", unit="texts", low=2, high=512,
-        by_preset={"smoke": 4, "quick": 16, "full": 96},
+        by_preset={"smoke": 4, "quick": 16, "full": 64},
     )  # fmt: skip
     text_tokens: int = knob(
         0, "length of each", unit="tokens", low=16, high=1024,
-        by_preset={"smoke": 48, "quick": 128, "full": 256},
+        by_preset={"smoke": 48, "quick": 64, "full": 256},
     )  # fmt: skip
     batch: int = knob(
         0, "texts of a training step", unit="texts", low=1, high=64,
@@ -38,12 +38,12 @@ class GradientParams(Params):
     )  # fmt: skip
     steps: int = knob(
         0, "training steps of QAT", unit="steps", low=2, high=5000,
-        by_preset={"smoke": 2, "quick": 8, "full": 96},
+        by_preset={"smoke": 2, "quick": 6, "full": 56},
     )  # fmt: skip
     learning_rate: float = knob(1e-4, "learning rate of QAT, at its highest", low=1e-7, high=1e-1)
     lora_steps: int = knob(
         0, "training steps of each adapter", unit="steps", low=2, high=5000,
-        by_preset={"smoke": 2, "quick": 4, "full": 20},
+        by_preset={"smoke": 2, "quick": 3, "full": 16},
     )  # fmt: skip
     lora_rank: int = knob(8, "rank of the adapters", low=1, high=256)
     lora_learning_rate: float = knob(1e-3, "learning rate of the adapters, at its highest", low=1e-7, high=1e-1)
@@ -52,11 +52,11 @@ class GradientParams(Params):
     )
     layers: int = knob(
         0, "layers that are rounded, counted from the first; the others stay as they are stored", unit="layers",
-        low=1, high=200, by_preset={"smoke": 4, "quick": 200, "full": 200},
+        low=1, high=200, by_preset={"smoke": 4, "quick": 10, "full": 200},
     )  # fmt: skip
     windows: int = knob(
         0, "windows of the evaluation text, second halves scored", unit="windows", low=1, high=20,
-        by_preset={"smoke": 1, "quick": 2, "full": 4},
+        by_preset={"smoke": 1, "quick": 1, "full": 4},
     )  # fmt: skip
     window_tokens: int = knob(
         0, "length of each", unit="tokens", low=64, high=2048,
@@ -64,11 +64,11 @@ class GradientParams(Params):
     )  # fmt: skip
     tasks: list[str] = knob(
         [], "tasks on which models are scored", choices=TASKS,
-        by_preset={"smoke": ["arithmetic"], "quick": ["arithmetic"], "full": list(TASKS)},
+        by_preset={"smoke": [], "quick": [], "full": list(TASKS)},
     )  # fmt: skip
     items: int = knob(
         0, "items of each task, at most", unit="items", low=2, high=10000,
-        by_preset={"smoke": 4, "quick": 40, "full": 10000},
+        by_preset={"smoke": 4, "quick": 40, "full": 200},
     )  # fmt: skip
     seed: int = knob(0, "seed of the texts, their order and the adapters", low=0, high=2**31 - 1)
 

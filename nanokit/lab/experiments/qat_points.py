@@ -7,7 +7,7 @@ The model is written to a file and runs in the engine, packed, on the fast kerne
 import tempfile
 from pathlib import Path
 
-from nanokit.engine.load import LoadedEngine, load
+from nanokit.engine.load import load
 from nanokit.lab.experiments.gradient_params import GradientParams
 from nanokit.lab.experiments.kernel_params import opened
 from nanokit.lab.quality.tasks import TaskScore, paired, score
@@ -21,15 +21,17 @@ Scores = dict[str, TaskScore]
 
 def points_as_stored(p: GradientParams) -> Scores:
     """By task, of the model as its file has it."""
-    return _scores(p, _engine(p.model or None))
+    return _scores(p, p.model or None) if p.tasks else {}
 
 
 def points_of(p: GradientParams, student: TrainableModel, policy: str) -> Scores:
     """By task, of a model with prepared layers. policy: of these."""
+    if not p.tasks:
+        return {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trained.safetensors"
         save_trained(student, opened(p.model)[0], parse_policy(policy), path)
-        return _scores(p, _engine(path))
+        return _scores(p, path)
 
 
 def figures(scores: Scores, way: str) -> dict[str, float]:
@@ -52,9 +54,6 @@ def gains(before: Scores, after: Scores) -> dict[str, float]:
     return found
 
 
-def _engine(model: str | Path | None) -> LoadedEngine:
-    return load(model, activations=ACTIVATIONS, prefix_cache=False)
-
-
-def _scores(p: GradientParams, engine: LoadedEngine) -> Scores:
+def _scores(p: GradientParams, model: str | Path | None) -> Scores:
+    engine = load(model, activations=ACTIVATIONS, prefix_cache=False)
     return {task: score(engine, task, p.items) for task in p.tasks}
