@@ -64,7 +64,7 @@ class DriftParams(Params):
     )  # fmt: skip
     items: int = knob(
         0, "items of each task, at most", unit="items", low=2, high=10000,
-        by_preset={"smoke": 4, "quick": 40, "full": 10000},
+        by_preset={"smoke": 4, "quick": 32, "full": 10000},
     )  # fmt: skip
     exported: list[str] = knob(
         [], "INT8 weights that are paired with static activations", choices=tuple(EXPORTED),

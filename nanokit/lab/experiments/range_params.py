@@ -61,16 +61,16 @@ class RangeParams(Params):
     )  # fmt: skip
     layers: int = knob(
         0, "layers whose weights are looked at one by one, spread over the model", unit="layers", low=1, high=200,
-        by_preset={"smoke": 1, "quick": 4, "full": 200},
+        by_preset={"smoke": 1, "quick": 3, "full": 200},
     )  # fmt: skip
     windows: int = knob(
         0, "windows of prose, half of each is scored; and half as many of arithmetic, but one", unit="windows", low=1,
         high=64, by_preset={"smoke": 1, "quick": 2, "full": 8},
     )  # fmt: skip
     length: int = knob(
-        0, "of a window", unit="tokens", low=32, high=2048, by_preset={"smoke": 64, "quick": 192, "full": 512}
+        0, "of a window", unit="tokens", low=32, high=2048, by_preset={"smoke": 64, "quick": 144, "full": 512}
     )
-    repeats: int = knob(0, "rounds of timing", low=2, high=50, by_preset={"smoke": 2, "quick": 5, "full": 15})
+    repeats: int = knob(0, "rounds of timing", low=2, high=50, by_preset={"smoke": 2, "quick": 3, "full": 15})
 
 
 @dataclass(frozen=True)
