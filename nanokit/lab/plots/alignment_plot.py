@@ -29,13 +29,16 @@ def shifted(result: "ShiftedResult") -> go.Figure:
     """Speed of the product and of attention over that at offset 0, a line a kernel."""
     offsets, moves = result.asked.offsets, [name.removesuffix("_equal") for name in result.metrics if "_equal" in name]
     noise = max(result.noise(move) for move in moves)
-    worst = max(moves, key=lambda move: result.slowest(move)[1])
-    offset, loss = result.slowest(worst)
-    what = worst.replace("_", ", ")
-    finding = (
-        f"Whole kernels: the worst offset, {offset}, makes {what}<br>take {max(0.0, loss):.0%} longer; "
-        f"the noise floor is {noise:.0%}"
-    )
+    seen = [move for move in moves if result.slowest(move)[1] > result.noise(move)]
+    finding = f"Whole kernels: no offset stands out of the noise,<br>which is up to {noise:.0%} here"
+    if seen:
+        worst = max(seen, key=lambda move: result.slowest(move)[1])
+        offset, loss = result.slowest(worst)
+        kernel, _, how = worst.partition("_")
+        finding = (
+            f"Whole kernels: {kernel} ({how}) takes {loss:.0%} longer<br>at offset {offset}; "
+            f"its noise is {result.noise(worst):.0%}"
+        )
     series = {move.replace("_", ", "): [result.relative(move, each) for each in offsets] for move in moves}
     return _by_offset(with_remark(finding, result.remarks[-2:-1]), offsets, series, noise)
 

@@ -20,10 +20,10 @@ def one_matrix(result: "MatrixResult") -> go.Figure:
     p, m, name = result.params.to_dict(), result.metrics, result.settings["format"]
     what = "normal random numbers" if p["tensor"] == "normal" else f"{p['tensor']} of layer {p['layer']}"
     against = "" if p["tensor"] == "normal" else " against the file's own"
-    sqnr = ("nothing is lost" if m["sqnr_db"] >= 150 else f"{m['sqnr_db']:.1f} dB") + against
+    sqnr = "nothing is lost" if m["sqnr_db"] >= 150 else f"{m['sqnr_db']:.1f} dB"
     fig = figure(
-        f"{what} in {name}, {m['width']:.2f} bits: {sqnr};<br>"
-        f"{m['zero']:.0%} become 0, {m['bits']:.1f} bits of the codes are used",
+        f"{what} in {name}, {m['width']:.2f} bits: {m['zero']:.0%} become 0,<br>"
+        f"{m['bits']:.1f} bits of the codes are used, {sqnr}{against}",
         x="weight",
         y="share of weights (log)",
         height=400,
@@ -41,7 +41,7 @@ def one_matrix(result: "MatrixResult") -> go.Figure:
             x=[round(x, 5) for x, _ in there], y=[share for _, share in there], name=label,
             width=width * (0.5 if paint == ORANGE else 1), marker={"color": paint, "opacity": opacity},
         )  # fmt: skip
-    fig.update_yaxes(type="log", exponentformat="power")
+    fig.update_yaxes(type="log", exponentformat="power", dtick=1)
     fig.update_layout(
         barmode="overlay", showlegend=True, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0.6}
     )
