@@ -1,8 +1,8 @@
 """A GGUF file that is another one with some tensors replaced, by the gguf library's writer.
 
-Metadata is copied key by key, in the file's own types (but for empty arrays, which the library cannot write); tensors
-that are not replaced are copied byte for byte. The new file is written beside its place and renamed when it is
-complete.
+Metadata is copied key by key, in the file's own types (but for empty arrays, which the library cannot write), unless
+another value is given; tensors that are not replaced are copied byte for byte. The new file is written beside its place
+and renamed when it is complete.
 """
 
 import os
@@ -17,9 +17,14 @@ from nanokit.errors import ModelFileError
 FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "MXFP4": 38}  # llama.cpp's LLAMA_FTYPE_MOSTLY_…
 
 
-def rewrite(source: Path, target: Path, replaced: Mapping[str, tuple[str, np.ndarray]]) -> None:
+def rewrite(
+    source: Path,
+    target: Path,
+    replaced: Mapping[str, tuple[str, np.ndarray]],
+    keys: Mapping[str, tuple[str, Any]] | None = None,
+) -> None:
     """Write `target`: `source` with the tensors `replaced` = {name: (GGML type, its blocks as uint8 [rows, bytes], or
-    float32 values for F32)}.
+    float32 values for F32)}, and the metadata `keys` = {name: (GGUF value type, such as "UINT32", and value)}.
 
     Raises ModelFileError for a sharded source, OSError for a place that cannot be written. An existing file is replaced
     at the end.
@@ -34,7 +39,7 @@ def rewrite(source: Path, target: Path, replaced: Mapping[str, tuple[str, np.nda
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     writer = gguf.GGUFWriter(scratch, reader.fields["general.architecture"].contents())
     try:
-        _copy_metadata(reader, writer, _main_type(replaced))
+        _copy_metadata(reader, writer, _main_type(replaced), keys or {})
         for tensor in reader.tensors:
             data: Any = tensor.data
             kind = tensor.tensor_type
@@ -51,14 +56,17 @@ def rewrite(source: Path, target: Path, replaced: Mapping[str, tuple[str, np.nda
         scratch.unlink(missing_ok=True)
 
 
-def _copy_metadata(reader: Any, writer: Any, file_type: int | None) -> None:
+def _copy_metadata(reader: Any, writer: Any, file_type: int | None, keys: Mapping[str, tuple[str, Any]]) -> None:
     import gguf
+
+    for name, (kind, value) in keys.items():
+        writer.add_key_value(name, value, gguf.GGUFValueType[kind])
 
     if "general.quantization_version" not in reader.fields and file_type is not None:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)  # the format wants it beside quantized tensors
     for field in reader.fields.values():
-        if field.name == "general.architecture" or field.name.startswith("GGUF."):
-            continue  # the writer's own
+        if field.name == "general.architecture" or field.name.startswith("GGUF.") or field.name in keys:
+            continue  # the writer's own, or written above
         value = field.contents()
         if isinstance(value, list) and not value:
             continue

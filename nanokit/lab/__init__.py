@@ -45,6 +45,7 @@ _HOME = {
     "LoadParams": "experiments.loads",
     "load": "experiments.loads",
     "loads": "experiments.loads",
+    "header_remedy": "experiments.header_remedy",
     "padding": "experiments.padding",
     "shifted": "experiments.shifted",
     "straddling": "experiments.alignment_params",

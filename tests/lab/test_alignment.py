@@ -19,6 +19,7 @@ from nanokit.kv.pages import DTYPES
 from nanokit.lab import lock, plots
 from nanokit.lab.experiments import padding as padding_module
 from nanokit.lab.experiments.alignment_params import AlignmentParams, straddling
+from nanokit.lab.experiments.header_remedy import header_remedy
 from nanokit.lab.experiments.kernel_params import opened
 from nanokit.lab.experiments.loads import LoadParams, LoadsResult, load, loads
 from nanokit.lab.experiments.padding import BLOCKS, begins_of, blockwise, contiguous, padding, parts_of, sectors
@@ -199,3 +200,18 @@ def test_the_verdict_on_sizes_follows_the_figures(tiny: str) -> None:
     assert times(0.5).startswith("does not hold")
     monkeyed = replace(result, metrics=result.metrics | {"padding_bound_bytes": padding_module.CLAIMED_PADDING})
     assert monkeyed.verdict_padding.startswith("may hold")
+
+
+def test_a_header_moves_no_tensor_and_is_refused(tiny: str) -> None:
+    """The copy without a change has to open: else a fault of the writer would refute the claim."""
+    result = header_remedy(params(tiny))
+    assert [result.metrics[f"opens_{name}"] for name in result.said] == [1, 0, 0]
+    assert not any(value for name, value in result.metrics.items() if name.startswith("moved_"))
+    assert "attn_q" in result.said["head count 32"], "told by shapes where the head size is not in the header"
+    assert "freq_base" in result.said["rope base a string"]
+    assert result.verdict_q21.startswith("does not hold")
+    assert result.verdict_q21.endswith("the loader refuses both files")
+    assert replace(result, metrics={**result.metrics, "opens_head count 32": 1.0}).verdict_q21.endswith(
+        "head count 32 opens, as another model"
+    )
+    assert len(result.table().rows) == 3
