@@ -1,7 +1,7 @@
 """Number formats of weights, and the layers that hold and train them.
 
     from nanokit import quant
-    quant.apply(model, "int4-sym-g64")      # any torch module with Linear layers, in place
+    quant.apply(model, "int4-sym-g64")      # any torch module with Linear or Conv2d layers, in place
 
 The functions below are looked up on first use: reading a model file needs formats and no torch modules.
 """
@@ -15,6 +15,9 @@ _HOME = {
     "convert": "modules",
     "QuantLinear": "layers",
     "FakeQuantLinear": "layers",
+    "QuantConv2d": "conv",
+    "FakeQuantConv2d": "conv",
+    "prune": "pruning",
     "LoraLinear": "lora",
     "add_lora": "lora",
     "merge": "lora",

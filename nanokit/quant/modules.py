@@ -1,6 +1,6 @@
-"""Quantize any torch module with Linear layers, in place: `apply` at once, or `prepare`, train, `convert`.
+"""Quantize any torch module with Linear or Conv2d layers, in place: `apply` at once, or `prepare`, train, `convert`.
 
-    quant.apply(model, "int4-sym-g64")             Linear -> QuantLinear
+    quant.apply(model, "int4-sym-g64")             Linear -> QuantLinear, Conv2d -> QuantConv2d
     quant.prepare(model, "int4-sym-g64")           Linear -> FakeQuantLinear, whose weights train on the grid
     quant.convert(model)                           FakeQuantLinear -> QuantLinear, bit for bit what was trained
 
@@ -9,7 +9,8 @@ lm_head) and its number from the first part that is one; a layer with another na
 layers. A head that is tied to an embedding stays as it is, and a policy that names it is refused: it would split them.
 
 Everything that can be refused is refused before the first layer changes, with the names of the layers: a model of which
-half is quantized is neither. Scales wider than a matrix (qkv, global), and those of a search, are found once and stay
+half is quantized is neither. The weights of a Conv2d are the matrix of quant/conv.py, those that were pruned
+(quant/pruning.py) stay zero. Scales wider than a matrix (qkv, global), and those of a search, are found once and stay
 fixed while a prepared layer trains; all others are the weights' own in every pass.
 """
 
@@ -21,16 +22,20 @@ import numpy as np
 from torch import nn
 
 from nanokit.errors import ParameterError
-from nanokit.quant.layers import FakeQuantLinear, QuantLinear
+from nanokit.quant.conv import Convolution, FakeQuantConv2d, QuantConv2d
+from nanokit.quant.layers import FakeQuantized, FakeQuantLinear, Quantized, QuantLinear
 from nanokit.quant.policy import CLASSES, Choice, Policy, parse_policy
+from nanokit.quant.pruning import parameter_of, zeros_of
 from nanokit.quant.qtensor import QTensor
 from nanokit.quant.rounding import search
+from nanokit.quant.storage import has_minimums
 from nanokit.quant.weight_format import WeightFormat
 
 ROLE_NAMES = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "gate_proj": "gate", "up_proj": "up",
     "down_proj": "down", "lm_head": "head",
 }  # fmt: skip
+KINDS: tuple[type[nn.Linear | nn.Conv2d], ...] = (nn.Linear, nn.Conv2d)
 SHOWN = 6  # names of layers in a message
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -40,7 +45,7 @@ class _Site:
     """A layer to be changed. name: its first one; places: every module and attribute that holds it."""
 
     name: str
-    layer: nn.Linear
+    layer: nn.Linear | nn.Conv2d
     role: str
     number: int | None
     form: WeightFormat
@@ -49,8 +54,20 @@ class _Site:
 
     @property
     def weights(self) -> np.ndarray:
-        """fp32 [out, in]."""
-        return self.layer.weight.detach().float().cpu().numpy()
+        """fp32 [rows, columns]."""
+        return self.layer.weight.detach().flatten(1).float().cpu().numpy()
+
+    def kept(self, q: QTensor) -> Quantized:
+        """The layer of these codes."""
+        if isinstance(self.layer, nn.Conv2d):
+            return QuantConv2d(q, self.layer.bias, Convolution.of(self.layer))
+        return QuantLinear(q, self.layer.bias)
+
+    def trained(self, ranges: QTensor | None) -> FakeQuantized:
+        """The layer that rounds in every pass."""
+        if isinstance(self.layer, nn.Conv2d):
+            return FakeQuantConv2d(self.layer, self.form, ranges)
+        return FakeQuantLinear(self.layer, self.form, ranges)
 
     def put(self, made: nn.Module) -> None:
         for parent, attribute in self.places:
@@ -58,13 +75,13 @@ class _Site:
 
 
 def apply(module: nn.Module, policy: str | Policy) -> nn.Module:
-    """Quantize the Linear layers that the policy names; returns `module`.
+    """Quantize the Linear and Conv2d layers that the policy names; returns `module`.
 
     Raises ParameterError, before anything changes, for a policy that is wrong, does not fit or needs a calibration
     text, for weights that are not finite, and where no layer would change.
     """
     for site, q in _quantized(_sites(module, policy)):
-        site.put(QuantLinear(q, site.layer.bias).to(site.layer.weight.device))
+        site.put(site.kept(q).to(site.layer.weight.device))
     return module
 
 
@@ -75,8 +92,7 @@ def prepare(module: nn.Module, policy: str | Policy) -> nn.Module:
     fixed = [site for site in sites if site.method or site.form.scope in ("qkv", "global")]
     ranges = {site.name: q for site, q in _quantized(fixed, sites)}
     for site in sites:
-        made = FakeQuantLinear(site.layer, site.form, ranges.get(site.name))
-        site.put(made.to(site.layer.weight.device).train(site.layer.training))
+        site.put(site.trained(ranges.get(site.name)).to(site.layer.weight.device).train(site.layer.training))
     return module
 
 
@@ -86,7 +102,7 @@ def convert(module: nn.Module) -> nn.Module:
     Raises ParameterError where there is none, and ModelFileError, before anything changes, for weights that are no
     longer finite.
     """
-    found = located(module, FakeQuantLinear)
+    found = located(module, FakeQuantized)
     if not found:
         raise ParameterError("no layer of this module is prepared", do="call prepare(module, policy) first")
     made = [(places, layer.converted(name)) for name, layer, places in found]
@@ -108,21 +124,25 @@ def _sites(module: nn.Module, policy: str | Policy) -> list[_Site]:
         )
     sites, layers = [], 0
     tied = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
-    for name, layer, places in located(module, nn.Linear):
+    found = located(module, *KINDS)
+    for name, layer, places in found:
         role, number = _role(name)
         layers = max(layers, 0 if number is None else number + 1)
         choice = _choice(chosen, role, number)
-        if role == "head" and choice.format is not None and id(layer.weight) in tied:
+        if choice.format is None:
+            continue
+        is_tied = id(parameter_of(layer, name)) in tied
+        if role == "head" and is_tied:
             raise ParameterError(
                 f"policy {chosen.name} names the head, and {name} is the embedding as well",
                 do="leave the head as it is, or give it weights of its own first",
             )
-        if choice.format is not None and id(layer.weight) not in tied:
+        if not is_tied:
             sites.append(_Site(name, layer, role, number, choice.format, choice.method, places))
     if not sites:
         raise ParameterError(
             f"policy {chosen.name} changes no layer of this module",
-            found=f"{len(located(module, nn.Linear))} Linear layers that are no tied heads",
+            found=f"{len(found)} Linear and Conv2d layers, tied heads among them",
             needed="at least one that the policy names",
             do=f"layers are told by their names: {', '.join(ROLE_NAMES)}; others take what it says of all layers",
         )
@@ -155,9 +175,13 @@ def _check(policy: Policy, sites: list[_Site]) -> None:
     refused: dict[str, list[str]] = {}
     for site in sites:
         try:
-            site.form.group_of(site.layer.in_features)
+            site.form.group_of(site.layer.weight[0].numel())
         except ParameterError as error:
             refused.setdefault(f"{error.what}: {error.found}, needed {error.needed}", []).append(site.name)
+        if not any(type(site.layer).forward is kind.forward for kind in KINDS):
+            refused.setdefault(f"{type(site.layer).__name__} computes in a way of its own", []).append(site.name)
+        if zeros_of(site.layer) is not None and has_minimums(site.form.name):
+            refused.setdefault(f"pruned, and {site.form.name} holds no exact zero", []).append(site.name)
         if not site.layer.weight.is_floating_point():
             refused.setdefault(f"weights are {site.layer.weight.dtype}, needed floats", []).append(site.name)
         elif not bool(site.layer.weight.isfinite().all()):
@@ -167,7 +191,7 @@ def _check(policy: Policy, sites: list[_Site]) -> None:
         raise ParameterError(
             f"policy {policy.name} does not fit {count} layer{'s' * (count > 1)}, and nothing was changed",
             found="; ".join(f"{_listed(names)}: {why}" for why, names in refused.items()),
-            do="choose a group that divides the columns, or except these layers: …;down=keep",
+            do="choose another format or a group that divides the columns, or except these layers: …;down=keep",
         )
 
 
@@ -200,8 +224,8 @@ def _shared(site: _Site) -> tuple[str, int | None] | None:
     return None
 
 
-def located(module: nn.Module, kind: type[Layer]) -> list[tuple[str, Layer, list[tuple[nn.Module, str]]]]:
-    """Every layer of this kind: its first name, itself, and all modules and attributes that hold it."""
+def located(module: nn.Module, *kind: type[Layer]) -> list[tuple[str, Layer, list[tuple[nn.Module, str]]]]:
+    """Every layer of these kinds: its first name, itself, and all modules and attributes that hold it."""
     if isinstance(module, kind):
         raise ParameterError(
             "a layer cannot be replaced in place by itself",
