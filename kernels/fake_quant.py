@@ -24,9 +24,9 @@ asked for it to be clipped; the largest weights of such groups would stand still
 
 What is not finite: a training step cannot stop to look, for that would wait for the GPU. So nothing is refused by
 value; it comes out as NaN, and the loss says so. NaN are: a whole group that holds such a weight or whose range is
-beyond fp32, where the scale comes from it (nvfp4: the whole matrix, whose peak is in every scale); with given scales a
-weight that is not finite, and a group whose scale is not finite or reaches beyond fp32, or negative in an integer
-format. The gradient passes wherever the code is not a number.
+beyond fp32, where the scale comes from it (nvfp4, nf4-dq: the whole matrix, whose peak or mean peak is in every scale);
+with given scales a weight that is not finite, and a group whose scale is not finite or reaches beyond fp32, or negative
+in an integer format. The gradient passes wherever the code is not a number.
 
 Rejected: clamp before rint (a weight at 7.4 steps would count as beyond a bound of 7, and rounds to it), and dividing
 in fp32 where it is not proven to give the same codes (kernels/rounding.py says where it is).

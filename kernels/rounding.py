@@ -141,11 +141,11 @@ def _own_blocks(groups: Tensor, fmt: BlockFormat) -> Rounded:
     found = groups.detach().float().cpu().numpy()
     values = np.empty(found.shape, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        common = fmt.common_scale(found)
+        common = fmt.common(found)
         for part in _slices(groups):
             some = found[part]
-            fine = np.isfinite(some).all(axis=1, keepdims=True) & bool(np.isfinite(common))
-            codes, scales, minimums = fmt.round_blocks(some if fine.all() else np.where(fine, some, 0), common)
+            fine = np.isfinite(some).all(axis=1, keepdims=True) & bool(np.isfinite(common.factor))
+            codes, scales, minimums = fmt.round_blocks(some if fine.all() else np.where(fine, some, 0), common.of(part))
             levels = codes if fmt.table is None else np.take(fmt.table, codes)
             out = np.multiply(levels, scales, out=values[part])
             if minimums is not None:

@@ -17,7 +17,7 @@ HALVES = {
 INTEGERS = [f"int{bits}-{kind}-{group}" for bits in (4, 8) for kind in ("sym", "asym")
             for group in ("g32", "g64", "channel")]  # fmt: skip
 # The other formats that the kit makes itself, and groups and ranges of integer ones that those above do not have.
-TABLES = ["nvfp4", "mxfp4", "nf4"]
+TABLES = ["nvfp4", "mxfp4", "nf4", "nf4-dq"]
 MADE = [*INTEGERS, "int4-sym-g16", "int4-asym-g192", "int8-asym-tensor-reduced", *TABLES]
 # Every format with every reach of its scales.
 MADE_ANYHOW = sorted({*MADE, *GGML_FORMATS, *(f"int{bits}-{kind}-{reach}" for bits in (4, 8) for kind in ("sym", "asym")
@@ -29,7 +29,7 @@ def columns_of(name: str) -> int:
     """Columns of this format are a multiple of this number."""
     if name in FORMATS:
         return FORMATS[name].block_size
-    return 192 if name.endswith("g192") else 64 if name.endswith("g64") or name == "nf4" else 32
+    return 192 if name.endswith("g192") else 64 if name.endswith("g64") or name.startswith("nf4") else 32
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0, size: float = 0.1) -> np.ndarray:

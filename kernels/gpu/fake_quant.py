@@ -33,9 +33,15 @@ BYTES = 128  # of bits that a program of the backward kernel reads
 def fake_quantize(
     w: Tensor, fmt: IntegerFormat, scales: Tensor | None = None, minimums: Tensor | None = None
 ) -> Tensor:
-    """As kernels.fake_quant.fake_quantize. Raises ParameterError where that does, for a group that is not a multiple of
-    16, and for tensors that are not contiguous or begin off a multiple of 16 bytes."""
+    """As kernels.fake_quant.fake_quantize. Raises ParameterError where that does, for a format that is not an integer
+    one, for a group that is not a multiple of 16, and for tensors that are not contiguous or begin off a multiple of 16
+    bytes."""
     group = check(w, fmt, scales, minimums)
+    if not isinstance(fmt, IntegerFormat):
+        raise ParameterError(
+            "the Triton kernel does not round to this format", found=fmt.name, needed="an integer format",
+            do="use nanokit.kernels.fake_quant, which takes tensors of any device",
+        )  # fmt: skip
     if group % 16:
         raise ParameterError(
             f"the Triton kernel does not take the groups of {fmt.name}", found=group, needed="a multiple of 16"

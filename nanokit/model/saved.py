@@ -35,12 +35,12 @@ from nanokit.model.source import DESCRIPTIONS, FLOATS, ModelSource, check_vocabu
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.weights import Stored
 from nanokit.quant.qtensor import QTensor
-from nanokit.quant.storage import Entry, Parts, check_entry, entry_of, parts_of, restore
+from nanokit.quant.storage import SCALE_KINDS, Entry, Parts, check_entry, entry_of, parts_of, restore
 
 SCHEMA = "nanokit.model/1"
 KINDS = {"gguf": 0, "files": 1}  # of tensor names, by what describes the model
 MARK = "::"
-PARTS = ("codes", "fifths", "scales", "minimums")
+PARTS = ("codes", "fifths", "scales", "minimums", "seconds", "mean")
 ARRAYS = {"U8": 1, "I8": 1, "F16": 2, "F32": 4}  # number types of the parts, and their bytes
 _DAMAGED = "quantize the model again"
 
@@ -124,7 +124,7 @@ class QuantizedFile:
             piece = self._handle.get_slice(key)
             whole = piece.get_shape()[0] != entry.shape[0]  # one scale for all rows; or damage, which restore tells
             parts[key.split(MARK)[1]] = (piece[:] if whole else piece[first:end]).numpy()
-        return restore(replace(entry, shape=(end - first, entry.shape[1])), parts, name)
+        return restore(replace(entry, shape=(end - first, entry.shape[1])), parts, name, first, entry.shape[0])
 
     def _stored(self) -> dict[str, Stored]:
         stored: dict[str, Stored] = {}
@@ -201,7 +201,7 @@ def _entry(name: str, entry: Any) -> Entry:
         sound = (
             whole and len(shape) == 2 and min(shape) > 0 and found.group > 0 and shape[1] % found.group == 0
             and len(code_range) == 2 and -128 <= code_range[0] < code_range[1] <= 127
-            and found.scale_kind in ("f16", "f32", "e4m3", "e8m0") and 0 < found.tensor_scale < math.inf
+            and found.scale_kind in SCALE_KINDS and 0 < found.tensor_scale < math.inf
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _broken(name, f"{entry!r}"[:120], "format, shape, group, code_range, scales, tensor_scale") from error

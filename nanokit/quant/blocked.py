@@ -1,14 +1,18 @@
-"""What the formats with a fixed block have in common: NVFP4, MXFP4, NF4 (float4.py) and ggml's blocks of 32 (ggml.py).
+"""What the formats with a fixed block have in common: those of float4.py and ggml's blocks of 32 (ggml.py).
 
 Such a format is one way of rounding a block; the walk over a matrix, slice by slice so that all copies of a slice stay
 in a core's cache, the refusals and the result are the same for all of them and stand here. A class per format is a
 small one: its constants and `round_blocks`.
 """
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 
 from nanokit.errors import ModelFileError, ParameterError
 from nanokit.quant.blocks import Unpacked
+from nanokit.quant.nested import Nested
 from nanokit.quant.qtensor import QTensor
 
 # Weights handled at a time.
@@ -27,6 +31,18 @@ def extremes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return turned.min(axis=0)[:, None], turned.max(axis=0)[:, None]
 
 
+class Common(NamedTuple):
+    """What the blocks of a matrix have in common. factor: fp32, of all scales; nested: their peaks, where a matrix
+    keeps these together: a row for each block."""
+
+    factor: float = 1.0
+    nested: Nested | None = None
+
+    def of(self, part: slice) -> "Common":
+        """For some blocks of the matrix."""
+        return self if self.nested is None else Common(self.factor, self.nested.rows(part.start, part.stop))
+
+
 class BlockFormat:
     """A `WeightFormat` (quant/weight_format.py). block: weights that share a scale, consecutive columns; reach: what a
     scale is multiplied by at most."""
@@ -38,11 +54,12 @@ class BlockFormat:
     reach: float = 1.0
     scope = "group"
 
-    def common_scale(self, blocks: np.ndarray) -> float:
-        """The fp32 factor that all scales of a matrix, float32 [blocks, block], have in common."""
-        return 1.0
+    def common(self, blocks: np.ndarray) -> Common:
+        """Of a whole matrix, float32 [blocks, block]. Where its weights are not finite, neither is the factor, or a
+        nested peak."""
+        return Common()
 
-    def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
+    def round_blocks(self, part: np.ndarray, common: Common) -> Unpacked:
         """Codes int8 [n, block], scales float32 [n, 1] and minimums, or None, of finite float32 [n, block]."""
         raise NotImplementedError
 
@@ -71,11 +88,11 @@ class BlockFormat:
         for first in range(0, len(blocks), step):  # before any arithmetic: NaN would pass for a code
             if not np.isfinite(blocks[first : first + step]).all():
                 self._refuse(blocks[first : first + step], name)
-        common = self.common_scale(blocks)
+        common = self.common(blocks)
         for first in range(0, len(blocks), step):
             part = slice(first, first + step)
             with np.errstate(over="ignore", invalid="ignore"):  # a scale beyond fp32 is refused right below
-                codes[part], scales[part], lowest = self.round_blocks(blocks[part], common)
+                codes[part], scales[part], lowest = self.round_blocks(blocks[part], common.of(part))
                 spanned = np.isfinite(scales[part] * np.float32(self.reach)).all()
             if not spanned or not (lowest is None or np.isfinite(lowest).all()):
                 self._refuse(blocks[part], name)
@@ -83,6 +100,7 @@ class BlockFormat:
                 minimums = np.empty_like(scales) if minimums is None else minimums
                 minimums[part] = lowest
         grouped = (*weights.shape[:-1], weights.shape[-1] // group)
+        nested = common.nested and replace(common.nested, codes=common.nested.codes.reshape(grouped))
         return QTensor(
             format=self.name,
             shape=weights.shape,
@@ -92,7 +110,8 @@ class BlockFormat:
             group=group,
             table=self.table,
             code_range=self.code_range,
-            tensor_scale=common,
+            tensor_scale=common.factor,
+            nested=nested,
         )
 
     def _refuse(self, part: np.ndarray, name: str) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nanokit.errors import ParameterError
-from nanokit.quant.blocked import BlockFormat, extremes
+from nanokit.quant.blocked import BlockFormat, Common, extremes
 from nanokit.quant.blocks import Unpacked
 from nanokit.quant.qtensor import QTensor
 
@@ -39,7 +39,7 @@ class _Peak(BlockFormat):
     def __init__(self, name: str, half: int) -> None:
         self.name, self.half, self.code_range = name, half, (-half, half - 1)
 
-    def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
+    def round_blocks(self, part: np.ndarray, common: Common) -> Unpacked:
         low, high = extremes(part)
         peak = np.where(high > -low, high, low)
         equal = (high == -low)[:, 0]
@@ -65,7 +65,7 @@ class _Spread(BlockFormat):
     def __init__(self, name: str, highest: int) -> None:
         self.name, self.code_range = name, (0, highest)
 
-    def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
+    def round_blocks(self, part: np.ndarray, common: Common) -> Unpacked:
         highest = self.code_range[1]
         low, high = extremes(part)
         steps = (high - low) / np.float32(highest)
@@ -86,7 +86,7 @@ class _Eight(BlockFormat):
     name = "q8_0"
     code_range = (-128, 127)
 
-    def round_blocks(self, part: np.ndarray, common: float) -> Unpacked:
+    def round_blocks(self, part: np.ndarray, common: Common) -> Unpacked:
         low, high = extremes(part)
         steps = np.maximum(high, -low) / np.float32(127)
         inverse, beyond = _inverse(steps)

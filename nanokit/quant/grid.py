@@ -9,7 +9,7 @@ tensors at a time.
     q4_0 … q8_0     rint, clamped                    fp16
     nvfp4           in its table                     e4m3 number * tensor_scale
     mxfp4           in its table                     a power of two
-    nf4             in its table                     fp32
+    nf4             in its table                     fp32 (nf4-dq is not asked: rounding.check_searchable says why)
 
 A table is looked up at floor(2 * steps): all midpoints of whole levels are multiples of a half, so that 513 entries
 hold every answer exactly, at a tenth of the time of a binary search. Steps on a midpoint take the upper level.

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nanokit.quant.nested import Nested
+
 
 @dataclass(frozen=True)
 class Coding:
@@ -36,6 +38,7 @@ class QTensor:
     table: int8 [16] or None.
     tensor_scale: the fp32 factor that all scales have in common, scales = fp32(e4m3 number * tensor_scale), so that a
     file can keep the other factor in a byte; 1.0 but for NVFP4.
+    nested: how a file keeps the scales, where these are quantized themselves (nf4-dq); nothing computes with it.
     """
 
     format: str
@@ -47,12 +50,16 @@ class QTensor:
     table: np.ndarray | None
     code_range: tuple[int, int]
     tensor_scale: float = 1.0
+    nested: Nested | None = None
 
     def rows(self, first: int, end: int) -> "QTensor":
         """The rows first … end - 1 (of the first dimension, where there are more than two), as views of these."""
         codes = self.codes[first:end]
         minimums = None if self.minimums is None else self.minimums[first:end]
-        return replace(self, shape=codes.shape, codes=codes, scales=self.scales[first:end], minimums=minimums)
+        nested = None if self.nested is None else self.nested.rows(first, end)
+        return replace(
+            self, shape=codes.shape, codes=codes, scales=self.scales[first:end], minimums=minimums, nested=nested
+        )
 
     def dequantize(self, out: np.ndarray | None = None) -> np.ndarray:
         """Weights as float32 of `shape`; written into `out` (float32, contiguous, as many elements) when

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from nanokit.errors import ParameterError
+from nanokit.quant.float4 import NestedNF4
 from nanokit.quant.grid import Grid, grid_of
 from nanokit.quant.qtensor import QTensor
 from nanokit.quant.weight_format import WeightFormat
@@ -32,7 +33,15 @@ _FITS = 2
 
 
 def check_searchable(fmt: WeightFormat) -> None:
-    """Raise ParameterError for a format whose scale several matrices share: no one of them may choose it."""
+    """Raise ParameterError for a format whose scales no group may choose: several matrices share one, or (nf4-dq) what
+    is kept of each depends on all others of the matrix."""
+    if fmt.name == NestedNF4.name:
+        raise ParameterError(
+            f"the scales of {fmt.name} cannot be searched for",
+            found="scales that are quantized together, which moves each one that was found",
+            needed="a format that keeps scales one by one",
+            do=f"leave out the rounding method: {fmt.name}; or search for scales of nf4",
+        )
     if fmt.scope in ("qkv", "global"):
         raise ParameterError(
             f"the scale of {fmt.name} cannot be searched for",
@@ -47,7 +56,7 @@ def search(
 ) -> QTensor:
     """Quantize fp32 weights [rows, columns] with searched scales. importance: [columns], none below zero.
 
-    Raises what `fmt.quantize` raises, and ParameterError for a format whose scale several matrices share.
+    Raises what `fmt.quantize` and `check_searchable` raise.
     """
     check_searchable(fmt)
     plain = fmt.quantize(weights, name)

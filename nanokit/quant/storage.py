@@ -6,9 +6,12 @@
                                                   holds the lower four
     scales     [rows, columns / group]            fp16 where it holds all of them exactly, else fp32; a byte where the
                                                   format has byte scales: e4m3 (nvfp4, times tensor_scale), or e8m0
-                                                  (mxfp4: 2^(byte - 128), for levels that are doubled)
+                                                  (mxfp4: 2^(byte - 128), for levels that are doubled); or nested
+                                                  (nf4-dq: a code of nested.LEVELS)
                [1, 1]                             where one scale serves the matrix
     minimums   like scales, or none
+    seconds    fp32 [1, n]                        of nested scales: n = ceil(scales / 256)
+    mean       fp32 [1, 1]                        of nested scales; scale = max(0, level * second + mean) / 127
 
 Nibbles hold a code modulo 16, in two's complement where codes are negative. Bits per weight are counted from these very
 arrays, scales included (`nominal_bits` before there are any: scales of two bytes). What is computed with later is not
@@ -24,20 +27,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanokit.errors import ModelFileError
+from nanokit.errors import ModelFileError, ParameterError
+from nanokit.quant.float4 import NestedNF4, nested_scales
 from nanokit.quant.formats import FORMATS
+from nanokit.quant.nested import Nested, nests_of
 from nanokit.quant.qtensor import Coding, QTensor
 from nanokit.quant.weight_format import WeightFormat, is_format, weight_format
 
 Parts = dict[str, np.ndarray]
 ONE_SCALE = ("tensor", "qkv", "global")
-BYTE_SCALES = {"nvfp4": "e4m3", "mxfp4": "e8m0"}
+BYTE_SCALES = {"nvfp4": "e4m3", "mxfp4": "e8m0", NestedNF4.name: "nested"}
+SCALE_KINDS = {"f16": np.float16, "f32": np.float32, "e4m3": np.uint8, "e8m0": np.uint8, "nested": np.uint8}
 E8M0_BIAS = 128
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a file says of a matrix beside its arrays. format: its name; scale_kind: f16, f32, e4m3 or e8m0."""
+    """What a file says of a matrix beside its arrays. format: its name; scale_kind: one of SCALE_KINDS."""
 
     format: str
     shape: tuple[int, ...]
@@ -77,7 +83,8 @@ def entry_of(q: QTensor) -> Entry:
 
 
 def parts_of(q: QTensor) -> Parts:
-    """The arrays of a matrix [rows, columns], by name."""
+    """The arrays of a matrix [rows, columns], by name. Raises ParameterError for scales of nf4-dq that are not those of
+    its `nested`, whole: others cannot be kept in a byte."""
     entry = entry_of(q)
     parts: Parts = {}
     codes = q.codes.view(np.uint8)
@@ -85,6 +92,8 @@ def parts_of(q: QTensor) -> Parts:
         codes = codes - np.uint8(q.code_range[0] % 256)
         parts["fifths"] = np.packbits(codes >> np.uint8(4), axis=-1, bitorder="little")
     parts["codes"] = q.codes if entry.bits > 5 else _nibbles(codes & np.uint8(15))
+    if entry.scale_kind == "nested":
+        return parts | _nested_parts(q)
     one = is_format(q.format) and weight_format(q.format).scope in ONE_SCALE
     for name, values in (("scales", q.scales), ("minimums", q.minimums)):
         if values is not None:
@@ -105,11 +114,13 @@ def nominal_bits(format_: WeightFormat, shape: tuple[int, ...]) -> float:
     has_minimum = has_minimums(format_.name)
     scale = (8 if format_.name in BYTE_SCALES else 32 if format_.name == "nf4" else 16) * (1 + has_minimum)
     scales = 1 if format_.scope in ONE_SCALE else prod(shape) // format_.group_of(shape[-1])
-    return code + (scale * scales + (32 if format_.name == "nvfp4" else 0)) / prod(shape)
+    words = {"nvfp4": 1, NestedNF4.name: nests_of(scales) + 1}.get(format_.name, 0)
+    return code + (scale * scales + 32 * words) / prod(shape)
 
 
 def check_entry(entry: Entry, name: str) -> None:
-    """Raise ModelFileError unless code range and group are those of the format: arithmetic trusts them."""
+    """Raise ModelFileError unless code range, group and nested scales are those of the format: arithmetic trusts
+    them."""
     columns = entry.shape[-1]
     if is_format(entry.format):
         form = weight_format(entry.format)
@@ -122,11 +133,12 @@ def check_entry(entry: Entry, name: str) -> None:
                 needed="a format of this version", do="quantize the model again",
             )  # fmt: skip
         code_range, group = known.code_range, known.group
-    if (entry.code_range, entry.group) != (code_range, group):
+    nested = entry.format.lower() == NestedNF4.name
+    if (entry.code_range, entry.group, entry.scale_kind == "nested") != (code_range, group, nested):
         raise ModelFileError(
             f"{name} is not what {entry.format} is",
-            found=f"codes {entry.code_range} in groups of {entry.group}",
-            needed=f"codes {code_range} in groups of {group}",
+            found=f"codes {entry.code_range} in groups of {entry.group}, scales {entry.scale_kind}",
+            needed=f"codes {code_range} in groups of {group}, scales {'' if nested else 'not '}nested",
             do="the file is damaged: quantize the model again",
         )
 
@@ -136,14 +148,20 @@ def stored_nbytes(q: QTensor) -> int:
     return sum(part.nbytes for part in parts_of(q).values()) + (4 if q.tensor_scale != 1.0 else 0)
 
 
-def restore(entry: Entry, parts: Parts, name: str) -> QTensor:
-    """The matrix again, bit for bit. Raises ModelFileError, naming the tensor, for arrays that are not what the entry
-    says, and for codes and scales that its format does not have."""
+def restore(entry: Entry, parts: Parts, name: str, first: int = 0, rows_of_all: int | None = None) -> QTensor:
+    """The matrix again, bit for bit; or the rows of it that the entry counts, from `first` on, where the whole one has
+    `rows_of_all`. Raises ModelFileError, naming the tensor, for arrays that are not what the entry says, and for codes
+    and scales that its format does not have."""
     rows, columns = entry.shape[0], entry.shape[-1]
     table = table_of(entry.format)
     grouped = (rows, columns // entry.group)
     codes = _codes(entry, parts, name)
-    scales = _numbers(parts, "scales", entry, grouped, name)
+    nested = None
+    if entry.scale_kind == "nested":
+        nested = _nested(parts, grouped, first, rows_of_all or rows, name)
+        scales = nested_scales(nested)
+    else:
+        scales = _numbers(parts, "scales", entry, grouped, name)
     minimums = _numbers(parts, "minimums", entry, grouped, name) if has_minimums(entry.format) else None
     if (minimums is None) != ("minimums" not in parts):
         raise ModelFileError(f"{name} has minimums, which {entry.format} has not", do="quantize the model again")
@@ -156,8 +174,37 @@ def restore(entry: Entry, parts: Parts, name: str) -> QTensor:
             needed="finite weights", do="quantize the model again",
         )  # fmt: skip
     return QTensor(
-        entry.format, entry.shape, codes, scales, minimums, entry.group, table, entry.code_range, entry.tensor_scale
-    )
+        entry.format, entry.shape, codes, scales, minimums, entry.group, table, entry.code_range, entry.tensor_scale,
+        nested,
+    )  # fmt: skip
+
+
+def _nested_parts(q: QTensor) -> Parts:
+    nested = q.nested
+    whole = nested is not None and (nested.start, nested.seconds.shape) == (0, (1, nests_of(q.scales.size)))
+    if nested is None or not whole or not np.array_equal(nested_scales(nested), q.scales):
+        raise ParameterError(
+            f"these scales of {q.format} cannot be kept",
+            found="finished ones alone" if nested is None else "others than its own" if whole else "those of some rows",
+            needed="a whole matrix as the format quantizes it, codes of the scales included",
+            do="quantize the weights that a module has trained to the format once more, from floats",
+        )
+    return {"scales": nested.codes, "seconds": nested.seconds, "mean": np.full((1, 1), nested.mean, np.float32)}
+
+
+def _nested(parts: Parts, grouped: tuple[int, int], first: int, rows: int, name: str) -> Nested:
+    """Scales of rows from `first` on, of so many."""
+    codes = _part(parts, "scales", grouped, np.uint8, name)
+    seconds = _part(parts, "seconds", (1, nests_of(rows * grouped[1])), np.float32, name)
+    mean = _part(parts, "mean", (1, 1), np.float32, name)
+    if not (np.isfinite(seconds).all() and np.isfinite(mean).all() and min(seconds.min(), mean.min()) >= 0):
+        raise ModelFileError(
+            f"{name} holds nested scales that no weights have",
+            found=f"mean {mean[0, 0]}, seconds from {seconds.min()} to {seconds.max()}",
+            needed="finite numbers of zero or more",
+            do="the file is damaged: quantize the model again",
+        )
+    return Nested(codes, seconds, float(mean[0, 0]), first * grouped[1])
 
 
 def _codes(entry: Entry, parts: Parts, name: str) -> np.ndarray:
@@ -206,7 +253,7 @@ def _kept(values: np.ndarray, entry: Entry) -> np.ndarray:
 
 def _numbers(parts: Parts, which: str, entry: Entry, grouped: tuple[int, int], name: str) -> np.ndarray:
     """Scales or minimums of every group, fp32 [rows, groups]."""
-    dtype = {"f16": np.float16, "f32": np.float32, "e4m3": np.uint8, "e8m0": np.uint8}[entry.scale_kind]
+    dtype = SCALE_KINDS[entry.scale_kind]
     wide = is_format(entry.format) and weight_format(entry.format).scope in ONE_SCALE
     one = wide and parts.get(which) is not None and parts[which].shape == (1, 1)
     kept = _part(parts, which, (1, 1) if one else grouped, dtype, name)

@@ -3,7 +3,7 @@
     int4-sym-g64 …       INT4 and INT8, symmetric or with a minimum; one scale for a group of columns, a row
                          (channel), a matrix (tensor), the q, k and v of a layer (qkv) or the whole model (global);
                          quant/integer.py
-    nvfp4 mxfp4 nf4      4-bit tables; quant/float4.py
+    nvfp4 mxfp4 nf4      4-bit tables; nf4-dq is nf4 with scales quantized once more; quant/float4.py
     q4_0 … q8_0          blocks of 32 as ggml makes them; quant/ggml.py
 
 A name says all there is to say: formats are compared by it and files keep it. A format turns float weights into a
@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from nanokit.errors import ParameterError
-from nanokit.quant.float4 import MXFP4, NF4, NVFP4
+from nanokit.quant.float4 import MXFP4, NF4, NVFP4, NestedNF4
 from nanokit.quant.ggml import GGML_FORMATS
 from nanokit.quant.integer import INTEGER_NAME, integer_format
 from nanokit.quant.qtensor import QTensor
@@ -56,7 +56,7 @@ class WeightFormat(Protocol):
         ...
 
 
-TABLE_FORMATS: dict[str, WeightFormat] = {each.name: each for each in (NVFP4(), MXFP4(), NF4())}
+TABLE_FORMATS: dict[str, WeightFormat] = {each.name: each for each in (NVFP4(), MXFP4(), NF4(), NestedNF4())}
 EXAMPLES = "int4-sym-g64, int4-asym-g32, int8-sym-channel, int8-sym-tensor-reduced, int4-sym-global, int4-sym-qkv"
 
 

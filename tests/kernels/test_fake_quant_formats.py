@@ -12,7 +12,7 @@ from nanokit.errors import ModelFileError, ParameterError
 from nanokit.kernels.fake_quant import fake_quantize, quantize
 from nanokit.quant.weight_format import weight_format
 
-BLOCKS = ("nvfp4", "mxfp4", "nf4", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+BLOCKS = ("nvfp4", "mxfp4", "nf4", "nf4-dq", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 INTEGERS = ("int4-sym-g64", "int4-asym-g32", "int8-sym-channel", "int8-asym-tensor", "int8-sym-tensor-reduced")
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
@@ -85,6 +85,7 @@ def test_rounded_again_with_its_own_scales_it_stays(name: str) -> None:
         ("mxfp4", [0, 0.2, 5, 6, 6.5, 6.99, -6, -6.99], [7, 7.01, 8, -7, -8, 100, -100]),
         # of nf4 in 127ths: 92, 127 and then 162; -127, -88 and before them -166
         ("nf4", [0, 50, 127, 144, -127, -146, -146.5], [144.6, 145, 200, -147, -200, 144.5]),
+        ("nf4-dq", [0, 50, 127, 144, -127, -146, -146.5], [144.6, 145, 200, -147, -200, 144.5]),
         ("q4_0", [0, 3.2, 7, 7.4, -8, -8.4, -8.5], [7.5, 8, 100, -8.6, -9, -100]),
         ("q4_1", [0, 3.2, 15, 15.4, -0.4, -0.5], [15.5, 16, -0.6, -1, 100, -100]),
         ("q5_0", [0, 15, 15.4, -16, -16.5], [15.5, 16, -16.6, -17]),
@@ -147,7 +148,8 @@ def test_the_largest_weights_still_train(name: str) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_comes_out_as_nan(name: str, bad: float) -> None:
-    """A weight spoils its own block, of nvfp4 the matrix, and with given scales itself. Codes are refused by name."""
+    """A weight spoils its own block, of nvfp4 and nf4-dq the matrix, and with given scales itself. Codes are refused by
+    name."""
     fmt, w = weight_format(name), random(2, 128, 3)
     group = fmt.group_of(128)
     good = fake_quantize(w, fmt)
@@ -156,8 +158,8 @@ def test_what_is_not_finite_comes_out_as_nan(name: str, bad: float) -> None:
     value = fake_quantize(w, fmt)
     spoilt = torch.zeros_like(w, dtype=torch.bool)
     spoilt[0, 70 // group * group : (70 // group + 1) * group] = True
-    assert torch.equal(value.isnan(), torch.ones_like(spoilt) if name == "nvfp4" else spoilt)
-    if name != "nvfp4":
+    assert torch.equal(value.isnan(), torch.ones_like(spoilt) if name in ("nvfp4", "nf4-dq") else spoilt)
+    if name not in ("nvfp4", "nf4-dq"):
         assert torch.equal(value[~spoilt], good[~spoilt])
     scales = torch.from_numpy(own.scales.copy())
     minimums = None if own.minimums is None else torch.from_numpy(own.minimums)

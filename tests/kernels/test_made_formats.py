@@ -33,7 +33,7 @@ def test_unpacked_equals_dequantized(kernels: Library, name: str, dtype: torch.d
 
 @pytest.mark.parametrize(("name", "bits"), [
     ("int4-sym-g64", 4.25), ("int4-asym-g32", 5), ("int4-sym-channel", 4), ("int8-sym-g32", 8.5), ("q4_0", 4.5),
-    ("nf4", 4.5), ("mxfp4", 4.5), ("nvfp4", 5),
+    ("nf4", 4.5), ("nf4-dq", 4.5), ("mxfp4", 4.5), ("nvfp4", 5),
 ])  # fmt: skip
 def test_bits_that_a_product_reads(name: str, bits: float) -> None:
     """Scales of eleven bits take two bytes in a kernel, and so do a file's one-byte scales, NVFP4's without the factor

@@ -12,6 +12,7 @@ from nanokit.kernels import fake_quant
 from nanokit.kernels.gpu import fake_quant as gpu
 from nanokit.kernels.gpu.runtime import device
 from nanokit.quant.integer import IntegerFormat, integer_format
+from nanokit.quant.weight_format import weight_format
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # the interpreter's numpy
 KINDS = [f"int{bits}-{kind}" for bits in (4, 8) for kind in ("sym", "asym")]
@@ -182,6 +183,8 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
     fmt, w = integer_format("int4-sym-g16"), torch.zeros(4, 32, device=device())
     with pytest.raises(ParameterError, match=r"found: torch\.bfloat16"):
         gpu.fake_quantize(w.bfloat16(), fmt)
+    with pytest.raises(ParameterError, match=r"does not round to this format\n  found: nvfp4"):
+        gpu.fake_quantize(w, weight_format("nvfp4"))
     with pytest.raises(ParameterError, match=r"int4-sym-g8\n  found: 8\n  needed: a multiple of 16"):
         gpu.fake_quantize(w, integer_format("int4-sym-g8"))
     with pytest.raises(ParameterError, match="channel\n  found: 40"):
