@@ -22,7 +22,7 @@ from nanokit.model.source import ModelSource
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.transformer import OpenedModel, Transformer
 from nanokit.paths import data_dir
-from nanokit.quant.policy import parse_policy
+from nanokit.quant.policy import BY_TEXT, parse_policy
 
 CALIBRATION_TEXT = "texts/lighthouse.txt"
 CALIBRATION_TOKENS = 512
@@ -206,7 +206,7 @@ def _requantized(source: ModelSource, policy: str, mapped: bool | None) -> Model
             do="write the quantized model first: nanokit quantize",
         )
     found = requantized(source, policy)
-    if found.policy.methods & {"awq", "gptq"} or parse_policy(policy).auto_bits is not None:
+    if found.policy.methods & BY_TEXT or parse_policy(policy).auto_bits is not None:
         warnings.warn(
             f"{found.name}: a calibration text runs through the model at every loading, which takes minutes; "
             "nanokit quantize writes the result",

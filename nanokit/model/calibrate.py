@@ -1,4 +1,4 @@
-"""Weights rounded with a text in view, layer by layer: awq and gptq.
+"""Weights rounded with a text in view, layer by layer: awq, gptq and smooth.
 
 What a product is given matters: an error in a weight that is multiplied by much is seen, another is not. So a text runs
 through the model, and each matrix is rounded for the inputs that it gets there, from layers that are rounded already:
@@ -10,18 +10,25 @@ free memory before the first layer.
     +awq      columns of inputs that are large are made smaller, their weights larger (quant/awq.py); then a search for
               scales that counts a column's error by its input
     +gptq     columns rounded one after another, each correcting for those before (quant/gptq.py); scales as for awq
+    +smooth   columns of inputs with large peaks are made smaller, their weights larger (quant/smooth.py), so that
+              activations can be rounded to a common scale; then to nearest
 
-awq's factors are folded into what makes an input, where everything that reads it is rounded too: the norm before q, k
-and v, or gate and up; the rows of v before o, one factor for all query heads that read a value head; the rows of up
-before down. Before rounding, the model stays the same function. Where a reader is kept as it is stored, or has its
-scale in common with other matrices, there is no fold, and the search alone serves. There is none before the head
-either: an embedding that is the head is read without a norm before it.
+The factors of awq and smooth are folded into what makes an input, where everything that reads it is rounded too: the
+norm before q, k and v, or gate and up; the rows of up before down; and, for awq, the rows of v before o, one factor for
+all query heads that read a value head. Before rounding, the model stays the same function. Where readers ask for
+different folds, the first's is taken. Where a reader is kept as it is stored, or has its scale in common with other
+matrices, there is no fold, and the search alone (for smooth, the nearest) serves. There is none before the head either:
+an embedding that is the head is read without a norm before it.
 
 Position 0 is a token like others here, although its activations are often hundreds of times larger: the model's
-attention rests on them.
+attention rests on them. For smooth all turns on it. Static scales are as large as position 0 asks for, and most of what
+they lose on the default model is lost before down. So the fold into up, which the paper does not have and which costs
+nothing when the model runs, repairs more there than both norms together. Peaks without position 0 were tried: factors
+then miss just the columns that set the scales, and with the fold into up the model got worse than without any. A fold
+into v was tried as well, and made no difference: attention has averaged the outliers away before o.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,16 +43,18 @@ from nanokit.model.windows import Windows, attended, read_layer, windows_of
 from nanokit.paths import data_dir
 from nanokit.quant.awq import column_scales
 from nanokit.quant.gptq import PEAK_BYTES, gptq
-from nanokit.quant.policy import CLASSES, Choice
+from nanokit.quant.policy import BY_TEXT, CLASSES, Choice
 from nanokit.quant.qtensor import QTensor
 from nanokit.quant.rounding import check_searchable, search
+from nanokit.quant.smooth import migration
 from nanokit.quant.weight_format import WeightFormat
 
 WINDOW = 512
 MOST_WINDOWS = 16
 TEXT = "texts/calibration.txt"
-DATA_METHODS = ("awq", "gptq")
-# Held at most, for each pair of columns. awq: fp32 moments before and after a fold, and the factors' products.
+FOLDING = ("awq", "smooth")
+# Of methods that look at second moments: held at most for each pair of columns. awq: fp32 moments before and after a
+# fold, and the factors' products.
 HELD_BYTES = {"awq": 12, "gptq": PEAK_BYTES}
 
 Progress = Callable[[int, int, str], None]  # done, in all, of what; may raise to end the work
@@ -53,8 +62,8 @@ Progress = Callable[[int, int, str], None]  # done, in all, of what; may raise t
 
 @dataclass(frozen=True)
 class Calibrated:
-    """matrices: those rounded with the text, or of weights that awq changed; vectors: norms and biases that it changed;
-    by their names in the file."""
+    """matrices: those rounded with the text, or of weights that a fold changed; vectors: norms and biases that it
+    changed; by their names in the file."""
 
     matrices: dict[str, QTensor]
     vectors: dict[str, Tensor]
@@ -83,7 +92,7 @@ def calibrated(
     token_ids: list[list[int]],
     progress: Progress | None = None,
 ) -> Calibrated:
-    """Round the matrices that ask for awq or gptq.
+    """Round the matrices that ask for awq, gptq or smooth.
 
     weights: of the source; choices: for every matrix that is to be quantized, by its name. Raises ParameterError for
     windows that cannot be run and for formats whose scale several matrices share; ModelFileError for weights that are
@@ -107,7 +116,7 @@ def calibrated(
 
 def _check_memory(source: ModelSource, choices: Mapping[str, Choice]) -> None:
     """Raise MemoryBudgetError where what is held to round one of the matrices does not fit."""
-    asking = {name: choice.method for name, choice in choices.items() if choice.method in DATA_METHODS}
+    asking = {name: choice.method for name, choice in choices.items() if choice.method in HELD_BYTES}
     sizes = {name: source.stored[name].shape[1] ** 2 * HELD_BYTES[method] for name, method in asking.items()}
     if sizes:
         largest = max(sizes, key=sizes.__getitem__)
@@ -132,7 +141,8 @@ class _Walk:
 
     def layers_to_go(self) -> int:
         """The layers up to the last that is rounded with the text in view; all of them for the head."""
-        asking = [index for index, names in enumerate(self._weights.layers) if self._asks(names, CLASSES["all"])]
+        layers = enumerate(self._weights.layers)
+        asking = [index for index, names in layers if self._asks(names, CLASSES["all"], BY_TEXT)]
         return len(self._weights.layers) if self._head_choice() else max(asking, default=-1) + 1
 
     def layer(self, index: int) -> None:
@@ -140,22 +150,21 @@ class _Walk:
         layer, names = read_layer(self._weights, index), self._weights.layers[index]
         x, moments = self._normed(layer, names, "attn_norm", ("q", "k", "v"))
         self._round(layer, names, ("q", "k"), moments)
-        if self._folds(names, ("o", "v"), "o"):
-            out = attended(layer, x, self._windows)
-            self._fold_rows(layer, names, "v", "o", _moments(out))
+        if self._fold(names, ("o",), "v") == "awq":
+            self._fold_rows(layer, names, "v", "o", "awq", attended(layer, x, self._windows))
         self._round(layer, names, ("v",), moments)
         out = attended(layer, x, self._windows)
-        self._round(layer, names, ("o",), _moments(out) if self._asks(names, ("o",)) else None)
+        self._round(layer, names, ("o",), self._moments_for(names, ("o",), out))
         self._hidden = self._hidden + layer.o(out)
 
         x, moments = self._normed(layer, names, "ffn_norm", ("gate", "up"))
         self._round(layer, names, ("gate",), moments)
         gate = layer.gate(x)
-        if self._folds(names, ("down", "up"), "down"):
-            self._fold_rows(layer, names, "up", "down", _moments(silu_gate(gate, layer.up(x))))
+        if fold := self._fold(names, ("down",), "up"):
+            self._fold_rows(layer, names, "up", "down", fold, silu_gate(gate, layer.up(x)))
         self._round(layer, names, ("up",), moments)
         middle = silu_gate(gate, layer.up(x))
-        self._round(layer, names, ("down",), _moments(middle) if self._asks(names, ("down",)) else None)
+        self._round(layer, names, ("down",), self._moments_for(names, ("down",), middle))
         self._hidden = self._hidden + layer.down(middle)
 
     def head(self) -> None:
@@ -170,45 +179,57 @@ class _Walk:
         return self._weights.head.weight if self._weights.head else self._weights.embedding
 
     def _head_choice(self) -> Choice | None:
-        """That of a head that is rounded with the text in view."""
+        """That of a head that is rounded for second moments of its input."""
         choice = self._choices.get(self._head().name)
-        return choice if choice is not None and choice.method in DATA_METHODS else None
+        return choice if choice is not None and choice.method in HELD_BYTES else None
 
     def _normed(
         self, layer: Layer, names: LayerWeights, norm: str, readers: tuple[str, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """The input of `readers`, and its second moments if one of them asks for them, after a fold into the norm."""
         x = rms_norm(self._hidden, getattr(layer, norm), self._config.rms_eps)
-        if not self._asks(names, readers):
-            return x, None
-        moments = _moments(x)
-        if self._folds(names, readers, *readers):
-            factors = self._factors(layer, names, readers, moments, _size(moments))
+        moments = self._moments_for(names, readers, x)
+        if fold := self._fold(names, readers):
+            factors = self._factors(layer, names, readers, fold, x, moments)
             for role in readers:
                 self._scale(layer, names, role, columns=factors)
             weight = getattr(layer, norm) / factors
             setattr(layer, norm, weight)
             self.vectors[getattr(names, norm).name] = weight
-            x, moments = x / factors, moments / (factors[:, None] * factors)
+            x = x / factors
+            moments = None if moments is None else moments / (factors[:, None] * factors)
         return x, moments
 
-    def _fold_rows(self, layer: Layer, names: LayerWeights, maker: str, reader: str, moments: Tensor) -> None:
-        """Factors for the columns of `reader`, out of the rows of `maker`."""
-        activity, repeat = _size(moments), len(moments) // len(getattr(layer, maker).weight)
-        if repeat > 1:  # query heads that read one value head
-            heads = activity.view(self._config.num_kv_heads, repeat, self._config.head_dim)
-            activity = heads.mean(dim=1, keepdim=True).expand_as(heads).flatten()
-        factors = self._factors(layer, names, (reader,), moments, activity)
+    def _fold_rows(self, layer: Layer, names: LayerWeights, maker: str, reader: str, fold: str, x: Tensor) -> None:
+        """Factors for the columns of `reader`, whose input is x, out of the rows of `maker`."""
+        repeat, moments = x.shape[1] // len(getattr(layer, maker).weight), self._moments_for(names, (reader,), x)
+        factors = self._factors(layer, names, (reader,), fold, x, moments, repeat)
         self._scale(layer, names, reader, columns=factors)
         if repeat > 1:
             factors = factors.view(self._config.num_kv_heads, repeat, self._config.head_dim)[:, 0].flatten()
         self._scale(layer, names, maker, rows=1 / factors)
 
     def _factors(
-        self, layer: Layer, names: LayerWeights, readers: tuple[str, ...], moments: Tensor, activity: Tensor
+        self,
+        layer: Layer,
+        names: LayerWeights,
+        readers: tuple[str, ...],
+        fold: str,
+        x: Tensor,
+        moments: Tensor | None,
+        repeat: int = 1,
     ) -> Tensor:
-        matrices = [(getattr(layer, role).weight, self._format(names, role)) for role in readers]
-        return column_scales(matrices, moments, activity)
+        """repeat: query heads that read one value head, whose columns have one factor."""
+        weights = [getattr(layer, role).weight for role in readers]
+        if fold == "smooth":
+            return migration(weights, x.abs().amax(dim=0))
+        assert moments is not None
+        activity = moments.diagonal().sqrt()
+        if repeat > 1:
+            heads = activity.view(self._config.num_kv_heads, repeat, self._config.head_dim)
+            activity = heads.mean(dim=1, keepdim=True).expand_as(heads).flatten()
+        formats = [self._format(names, role) for role in readers]
+        return column_scales(list(zip(weights, formats, strict=True)), moments, activity)
 
     def _scale(
         self, layer: Layer, names: LayerWeights, role: str, columns: Tensor | None = None, rows: Tensor | None = None
@@ -231,19 +252,27 @@ class _Walk:
                 continue
             q = _rounded(matrix, getattr(layer, role).weight, choice, moments)
             getattr(layer, role).weight = torch.from_numpy(q.dequantize())
-            if choice.method in DATA_METHODS or matrix.name in self._changed:
+            if choice.method in HELD_BYTES or matrix.name in self._changed:
                 self.matrices[matrix.name] = q
 
-    def _asks(self, names: LayerWeights, roles: tuple[str, ...]) -> bool:
-        """Whether one of them is rounded with the text in view."""
-        found = (self._choices.get(getattr(names, role).weight.name) for role in roles)
-        return any(choice is not None and choice.method in DATA_METHODS for choice in found)
+    def _chosen(self, names: LayerWeights, roles: tuple[str, ...]) -> list[Choice | None]:
+        return [self._choices.get(getattr(names, role).weight.name) for role in roles]
 
-    def _folds(self, names: LayerWeights, concerned: tuple[str, ...], *askers: str) -> bool:
-        """Whether one of `askers` is rounded by awq, and all matrices that a fold concerns are rounded."""
-        chosen = {role: self._choices.get(getattr(names, role).weight.name) for role in (*concerned, *askers)}
-        wanted = any((choice := chosen[role]) is not None and choice.method == "awq" for role in askers)
-        return wanted and all(chosen[role] is not None for role in concerned)
+    def _asks(self, names: LayerWeights, roles: tuple[str, ...], methods: Container[str]) -> bool:
+        """Whether one of them is rounded by one of `methods`."""
+        return any(choice is not None and choice.method in methods for choice in self._chosen(names, roles))
+
+    def _moments_for(self, names: LayerWeights, readers: tuple[str, ...], x: Tensor) -> Tensor | None:
+        """Second moments of the readers' input, where one of them looks at any."""
+        return _moments(x) if self._asks(names, readers, HELD_BYTES) else None
+
+    def _fold(self, names: LayerWeights, readers: tuple[str, ...], *makers: str) -> str:
+        """What is folded into what makes the readers' input: "awq", "smooth", or "" where none asks for it, or one of
+        the matrices that a fold concerns is not rounded here."""
+        found = self._chosen(names, readers)
+        if None in found or None in self._chosen(names, makers):
+            return ""
+        return next((choice.method for choice in found if choice is not None and choice.method in FOLDING), "")
 
     def _format(self, names: LayerWeights, role: str) -> WeightFormat:
         fmt = self._choices[getattr(names, role).weight.name].format
@@ -259,10 +288,6 @@ def _alone(choice: Choice) -> bool:
 def _moments(x: Tensor) -> Tensor:
     """Second moments fp32 [columns, columns] of inputs [rows, columns]."""
     return (x.T @ x).div_(len(x))
-
-
-def _size(moments: Tensor) -> Tensor:
-    return moments.diagonal().sqrt()
 
 
 def _rounded(matrix: Matrix, weight: Tensor, choice: Choice, moments: Tensor | None) -> QTensor:

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from nanokit.errors import NanokitError, ParameterError
 from nanokit.gguf.write import rewrite
 from nanokit.model import saved
-from nanokit.model.calibrate import DATA_METHODS, Progress, windows_in
+from nanokit.model.calibrate import Progress, windows_in
 from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource
 from nanokit.quant.ggml import GGML_FORMATS, to_blocks
-from nanokit.quant.policy import DEFAULT, FLOAT_HEAD, Policy, parse_policy
+from nanokit.quant.policy import BY_TEXT, DEFAULT, FLOAT_HEAD, Policy, parse_policy
 
 Replaced = dict[str, tuple[str, np.ndarray]]
 IN_GGUF = (*GGML_FORMATS, "mxfp4")
@@ -127,11 +127,11 @@ def _cannot_write(path: Path, found: str) -> NanokitError:
 
 
 def _texts(source: ModelSource, path: Path, policy: Policy) -> list[list[int]]:
-    if policy.auto_bits is None and not policy.methods & set(DATA_METHODS):
+    if policy.auto_bits is None and not policy.methods & BY_TEXT:
         raise ParameterError(
             f"{policy.name} looks at no text",
             found=f"--calibration {path}",
-            needed="+awq, +gptq or auto",
+            needed="+awq, +gptq, +smooth or auto",
             do="leave it out",
         )
     try:

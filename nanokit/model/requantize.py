@@ -2,7 +2,7 @@
 
 `Requantized` is a source like any other: backends bind it, `nanokit.load(policy=…)` runs it, `nanokit quantize` writes
 what it gives. A matrix is read and rounded when a backend asks for it, so that a policy costs no memory. Matrices that
-are rounded with a text in view (awq, gptq) are made together, when the first weight is asked for, and kept, a byte a
+take a text in view (awq, gptq, smooth) are rounded together, when the first weight is asked for, and kept, a byte a
 weight. Everything that can be refused is refused before that: a group that does not divide the columns names the
 matrices and what would fit.
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 from nanokit.errors import ModelFileError, ParameterError
 from nanokit.kernels.packable import matrices
 from nanokit.model.allocate import resolve
-from nanokit.model.calibrate import DATA_METHODS, Calibrated, Progress, calibrated, default_calibration
+from nanokit.model.calibrate import Calibrated, Progress, calibrated, default_calibration
 from nanokit.model.source import ModelSource
 from nanokit.model.weights import GLOBAL_NAMES, Matrix, Stored, Weights, find_weights
-from nanokit.quant.policy import ATTENTION, FEED_FORWARD, FLOAT_HEAD, ROLES, Choice, Policy, parse_policy
+from nanokit.quant.policy import ATTENTION, BY_TEXT, FEED_FORWARD, FLOAT_HEAD, ROLES, Choice, Policy, parse_policy
 from nanokit.quant.qtensor import Coding, QTensor
 from nanokit.quant.rounding import check_searchable, search
 from nanokit.quant.storage import nominal_bits
@@ -41,10 +41,10 @@ def requantized(
 ) -> "Requantized":
     """`source` with its matrices as the policy says.
 
-    calibration: token ids of the texts that awq, gptq and auto look at; None: a text of the kit's own. progress: called
-    as (done, in all, what) while they do. float_head: what head and embedding become where they are floats and the
-    policy does not name them. `auto` measures the model here and now; awq and gptq round it when the first weight is
-    asked for. Raises ParameterError for a policy that is wrong or does not fit the model's shapes.
+    calibration: token ids of the texts that awq, gptq, smooth and auto look at; None: a text of the kit's own.
+    progress: called as (done, in all, what) while they do. float_head: what head and embedding become where they are
+    floats and the policy does not name them. `auto` measures the model here and now; the others round it when the first
+    weight is asked for. Raises ParameterError for a policy that is wrong or does not fit the model's shapes.
     """
     chosen = parse_policy(policy) if isinstance(policy, str) else policy
     weights = find_weights(source.config, source)
@@ -55,7 +55,7 @@ def requantized(
     if chosen.auto_bits is not None:
         chosen = resolve(source, chosen.auto_bits, texts(), progress)
     choices = choices_of(chosen, source, weights, float_head)
-    if not chosen.methods & set(DATA_METHODS):
+    if not chosen.methods & BY_TEXT:
         return Requantized(source, chosen, choices, None)
     return Requantized(source, chosen, choices, lambda: _by_text(source, weights, choices, texts(), progress))
 

@@ -24,7 +24,7 @@ from torch import nn
 from nanokit.errors import ParameterError
 from nanokit.quant.conv import Convolution, FakeQuantConv2d, QuantConv2d
 from nanokit.quant.layers import FakeQuantized, FakeQuantLinear, Quantized, QuantLinear
-from nanokit.quant.policy import CLASSES, Choice, Policy, parse_policy
+from nanokit.quant.policy import BY_TEXT, CLASSES, Choice, Policy, parse_policy
 from nanokit.quant.pruning import parameter_of, zeros_of
 from nanokit.quant.qtensor import QTensor
 from nanokit.quant.rounding import search
@@ -115,7 +115,7 @@ def convert(module: nn.Module) -> nn.Module:
 def _sites(module: nn.Module, policy: str | Policy) -> list[_Site]:
     """The layers that the policy changes, all of them checked."""
     chosen = parse_policy(policy) if isinstance(policy, str) else policy
-    if by_text := chosen.methods & {"awq", "gptq"}:
+    if by_text := chosen.methods & BY_TEXT:
         raise ParameterError(
             f"policy {chosen.name} needs a calibration text",
             found="+" + " and +".join(sorted(by_text)),

@@ -1,7 +1,7 @@
 """Which matrix of a model gets which format: one grammar for API, command line, parameters and panels.
 
     int4-sym-g64                                       every product of the layers
-    int4-sym-g64+gptq                                  … rounded with a method: +search, +awq, +gptq
+    int4-sym-g64+gptq                                  … rounded with a method: +search, +awq, +gptq, +smooth
     mix:attn=int4-sym-channel,ffn=int4-sym-g64         attention (q k v o) and feed-forward (gate up down) apart
     mix:attn=nvfp4,ffn=nvfp4,head=q8_0                 … and the head; what is not named stays as it is stored
     nvfp4;down=int8-sym-g32;0-3.ffn=q8_0;5.q=keep      overrides: role or class, of all or of some layers
@@ -28,14 +28,15 @@ ATTENTION = ("q", "k", "v", "o")
 FEED_FORWARD = ("gate", "up", "down")
 ROLES = (*ATTENTION, *FEED_FORWARD, "head")
 CLASSES = {"attn": ATTENTION, "ffn": FEED_FORWARD, "all": ATTENTION + FEED_FORWARD}
-METHODS = ("search", "awq", "gptq")
+METHODS = ("search", "awq", "gptq", "smooth")
+BY_TEXT = frozenset(METHODS) - {"search"}  # methods that look at a calibration text: nanokit.model.calibrate
 DEFAULT = "int4-sym-g32"  # group-wise everywhere, as measured (notebook 10)
 FLOAT_HEAD = "int8-sym-g32"
 MOST_LAYERS = 10_000
 _SELECTOR = re.compile(r"(?:(\d{1,5})(?:-(\d{1,5}))?(?:\.(?=[a-z])|$))?([a-z]*)")
 _GRAMMAR = (
-    "FORMAT, FORMAT+search, FORMAT+awq, FORMAT+gptq, mix:attn=FORMAT,ffn=FORMAT[,head=FORMAT], auto:BITS or keep; "
-    "overrides after ';', such as down=q8_0, 0-3.ffn=int8-sym-g32 or 5.q=keep"
+    "FORMAT, FORMAT+search, FORMAT+awq, FORMAT+gptq, FORMAT+smooth, mix:attn=FORMAT,ffn=FORMAT[,head=FORMAT], "
+    "auto:BITS or keep; overrides after ';', such as down=q8_0, 0-3.ffn=int8-sym-g32 or 5.q=keep"
 )
 
 

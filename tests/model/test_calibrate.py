@@ -1,5 +1,6 @@
 """Rounding with a text in view, on tiny models that transformers wrote and runs."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,12 @@ def texts(windows: int = 6, length: int = 40, seed: int = 0) -> list[list[int]]:
     return torch.randint(0, 256, (windows, length), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def rounded(source: ModelSource, names: Iterable[str], method: str) -> Calibrated:
+    """These matrices rounded by a method in a format that loses nothing: what is left is what was folded."""
+    choices = dict.fromkeys(names, Choice(Exact(), method))
+    return calibrated(source, find_weights(source.config, source), choices, texts())
+
+
 def run(model: torch.nn.Module, token_ids: list[list[int]]) -> torch.Tensor:
     with torch.inference_mode():
         return model(torch.tensor(token_ids)).logits
@@ -90,10 +97,9 @@ def test_folding_leaves_the_function_as_it_was(tiny, monkeypatch) -> None:
     all biases have to take what the columns were given."""
     model, source = tiny
     monkeypatch.setattr(calibrate, "column_scales", lambda matrices, moments, activity: awq._factors(activity, 1.5))
-    weights = find_weights(source.config, source)
     names = [name for name in source.stored if ".layers." in name and "proj.weight" in name]
-    before, token_ids = run(model, texts(2, seed=1)), texts()
-    found = calibrated(source, weights, dict.fromkeys(names, Choice(Exact(), "awq")), token_ids)
+    before = run(model, texts(2, seed=1))
+    found = rounded(source, names, "awq")
     assert set(found.matrices) == set(names)
     norms = {name for name in found.vectors if "norm" in name}
     assert len(norms) == 4
@@ -104,6 +110,42 @@ def test_folding_leaves_the_function_as_it_was(tiny, monkeypatch) -> None:
         name for name in source.stored if name.endswith("v_proj.bias")
     }
     torch.testing.assert_close(run(changed(model, found), texts(2, seed=1)), before, atol=2e-3, rtol=1e-3)
+
+
+def test_migration_evens_inputs_out_and_leaves_the_function_as_it_was(tmp_path: Path) -> None:
+    """Into norms and into the rows of up, and nothing else; where a reader is kept, its norm stays. Afterwards inputs
+    and weights of a column peak alike at every product that was folded: taken from anything else than peaks over all
+    tokens, the first of each window included, factors would not do that."""
+    model = tiny_model("llama", **SHAPE)
+    for layer in model.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight.data[3] *= 50
+    model.model.embed_tokens.weight.data[[window[0] for window in texts()]] *= torch.randn(64).exp()
+    source = open_model(save_tiny(tmp_path / "tiny", model))
+    kept = "model.layers.1.self_attn.k_proj.weight"
+    names = [name for name in source.stored if ".layers." in name and "proj.weight" in name and name != kept]
+    before = run(model, texts(2, seed=1))
+    found = rounded(source, names, "smooth")
+    still = ("o_proj", "layers.1.self_attn")
+    assert set(found.matrices) == {name for name in names if not any(part in name for part in still)}
+    assert {name.removeprefix("model.layers.").removesuffix(".weight") for name in found.vectors} == {
+        "0.input_layernorm", "0.post_attention_layernorm", "1.post_attention_layernorm",
+    }  # fmt: skip
+    seen: dict[str, torch.Tensor] = {}
+    changed(model, found)
+    for name, part in model.named_modules():
+        if name.endswith(("0.self_attn.v_proj", "gate_proj", "down_proj")):
+            part.register_forward_hook(lambda m, x, y, name=name: seen.update({name: x[0].flatten(0, 1)}))
+    run(model, texts())
+    for name, x in seen.items():
+        readers = [model.get_submodule(name.replace("v_proj", role)) for role in ("q_proj", "k_proj", "v_proj")]
+        if "mlp" in name:
+            readers = [model.get_submodule(each) for each in {name, name.replace("gate_proj", "up_proj")}]
+        weights = torch.cat([each.weight for each in readers]).abs().amax(dim=0)
+        if "gate_proj" not in name:  # up's rows have changed since
+            torch.testing.assert_close(x.abs().amax(dim=0), weights, rtol=1e-2, atol=1e-4)
+    assert len(seen) == 5
+    torch.testing.assert_close(run(model, texts(2, seed=1)), before, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
@@ -142,16 +184,17 @@ def test_only_what_was_asked_for_is_made_beforehand(tiny) -> None:
     assert not found.vectors
 
 
-def test_no_fold_into_what_a_kept_matrix_reads(tiny) -> None:
-    """A norm that was divided by awq's factors would ruin a k that was not multiplied by them."""
+@pytest.mark.parametrize("method", ["awq", "smooth"])
+def test_no_fold_into_what_a_kept_matrix_reads(tiny, method: str) -> None:
+    """A norm that was divided by factors would ruin a k that was not multiplied by them."""
     _, source = tiny
     weights = find_weights(source.config, source)
-    policy = parse_policy("int4-sym-g32+awq;k=keep;up=int4-sym-qkv")
+    policy = parse_policy(f"int4-sym-g32+{method};k=keep;up=int4-sym-qkv")
     choices = {k: c for k, c in choices_of(policy, source, weights).items() if ".layers." in k}
     found = calibrated(source, weights, choices, texts(2))
     assert not any("norm" in name for name in found.vectors)
     assert not any("k_proj" in name or "up_proj" in name for name in found.matrices)
-    assert sum("down_proj" in name for name in found.matrices) == 2
+    assert sum("down_proj" in name for name in found.matrices) == (2 if method == "awq" else 0)
 
 
 def test_layers_see_the_inputs_that_rounded_layers_give(tiny) -> None:
@@ -214,9 +257,10 @@ def test_progress_is_told_and_may_end_it(tiny) -> None:
 def test_refusals(tiny) -> None:
     _, source = tiny
     weights = find_weights(source.config, source)
-    choices = {"model.layers.0.mlp.down_proj.weight": parse_policy("int4-sym-global+gptq").choice("down", 0)}
-    with pytest.raises(ParameterError, match="cannot be searched for"):
-        calibrated(source, weights, choices, texts(1))
+    for method in ("gptq", "smooth"):
+        choices = {"model.layers.0.mlp.down_proj.weight": parse_policy(f"int4-sym-global+{method}").choice("down", 0)}
+        with pytest.raises(ParameterError, match="cannot be searched for"):
+            calibrated(source, weights, choices, texts(1))
     for token_ids in ([], [[]], [[1] * 513]):
         with pytest.raises(ParameterError, match="windows of tokens cannot be run"):
             calibrated(source, weights, {}, token_ids)
@@ -241,6 +285,8 @@ def test_moments_that_do_not_fit_are_refused_before_the_walk(tiny, monkeypatch) 
     assert not told
     walked("int4-sym-g32+gptq;o=int4-sym-g32+search;down=int4-sym-g32+search")
     walked("int4-sym-g32+awq")
+    monkeypatch.setattr(calibrate.memory, "free_memory", lambda: 0)
+    walked("int4-sym-g32+smooth")
 
 
 def test_the_default_text_is_cut_into_windows(tiny) -> None:

@@ -24,7 +24,7 @@ from nanokit.quant.weight_format import weight_format
 POLICIES = (
     "int8-sym-channel",
     "nvfp4",
-    "mix:attn=int4-asym-g32,ffn=nf4,head=q8_0;down=mxfp4",
+    "mix:attn=int4-asym-g32,ffn=nf4-dq,head=q8_0;down=mxfp4",
     "q5_0",
     "int4-sym-g32+search",
 )
@@ -139,7 +139,7 @@ def test_floats_become_a_gguf_file(tmp_path: Path) -> None:
     assert nanokit.load(tmp_path / "out.gguf", ctx=64).model.compiled
 
 
-@pytest.mark.parametrize("policy", ["int4-sym-g32+awq", "int4-sym-g32+gptq"])
+@pytest.mark.parametrize("policy", ["int4-sym-g32+awq", "int4-sym-g32+gptq", "int8-sym-channel+smooth"])
 def test_a_text_rounds_when_the_first_weight_is_asked_for(policy: str, tmp_path: Path) -> None:
     """Calibrated at once, a wrong option would be refused after minutes. What awq makes of a norm keeps its digits."""
     folder = save_tiny(tmp_path / "tiny", compiled_model("llama").bfloat16())

@@ -66,7 +66,7 @@ def test_auto_has_a_budget_and_no_choices_yet() -> None:
     [
         ("", "unknown weight format"),
         ("int5-sym-g64", "nvfp4"),
-        ("int4-sym-g64+magic", "search, awq, gptq"),
+        ("int4-sym-g64+magic", "search, awq, gptq, smooth"),
         ("int4-sym-g64;foo=q8_0", "attn, ffn, all"),
         ("int4-sym-g64;q8_0", "says nothing of a matrix"),
         ("int4-sym-g64;=q8_0", "says nothing of a matrix"),
