@@ -167,6 +167,28 @@ def test_parameters_that_show_nothing_are_refused() -> None:
             DriftParams(**changes)
 
 
+def test_migration_repairs_static_scales_of_outlier_columns(tmp_path: Path) -> None:
+    """A column that a norm makes large, and every product's weights small again: the same function, but one scale for
+    all columns leaves few codes to the rest. With the outlier moved into the weights, static activations come nearer,
+    affine ones too."""
+    model = compiled_model("llama")
+    for layer in model.model.layers:
+        for norm, readers in (
+            (layer.input_layernorm, (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)),
+            (layer.post_attention_layernorm, (layer.mlp.gate_proj, layer.mlp.up_proj)),
+        ):
+            norm.weight.data[5] *= 40
+            for reader in readers:
+                reader.weight.data[:, 5] /= 40
+    path = str(save_tiny_gguf(tmp_path / "outlier.gguf", model, types="F16"))
+    found = drift_export(params(path, exported=["tensor", "channel", "smooth"]))
+    m = found.metrics
+    for mode in ("static", "affine", "token"):
+        assert m[f"kl_mean_smooth_{mode}"] < 0.5 * m[f"kl_mean_channel_{mode}"]
+    assert m["kl_mean_smooth_a16"] < 2 * m["kl_mean_channel_a16"]
+    assert str(found.table()).count("+smooth") == 1
+
+
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +245,22 @@ def test_q18_says_where_the_loss_comes_from(top1: tuple[float, float, float], ve
     names = ("top1_tensor_affine", "top1_tensor_token", "top1_channel_token")
     result = ExportResult(DriftParams(preset="quick"), dict(zip(names, top1, strict=True)))
     assert verdict in result.verdict_q18
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [(0.8, 0.05, "repairs static"), (0.8, 0.3, "helps, but does not repair, static"),
+     (0.8, 0.7, "migration does not repair static"), (0.8, 1.7, "migration does not repair static")],
+)  # fmt: skip
+def test_migration_is_judged_by_what_is_left(before: float, after: float, says: str) -> None:
+    """Less damage is no repair, while a scale a token, which needs no migration, does far better."""
+    m = {"channel_static": before, "smooth_static": after, "channel_token": 0.04, "smooth_token": 0.02}
+    metrics = {f"{kind}_{pair}": value for pair, value in m.items() for kind in ("kl_mean", "top1")}
+    metrics |= {f"kl_se_{pair}": 0.01 for pair in m}
+    found = ExportResult(DriftParams(preset="quick"), metrics)
+    assert says in found.migration
+    assert f"{after:.2g} are left" in found.migration
+    assert "not measured" in ExportResult(DriftParams(preset="smoke"), metrics).migration
 
 
 # -- the default model ------------------------------------------------------------------------------------------------

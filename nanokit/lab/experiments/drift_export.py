@@ -6,16 +6,22 @@ them (`affine`, computed by a torch module of the same weights: quant/affine.py)
 or with a scale a token. Every pair of both, and a16 beside them, which leaves the weights' part alone. The reference is
 the file's own weights with fp32 activations; that file is 4-bit, and 8 bits hold its codes well, so that the weights'
 part is small by nature here.
+
+`smooth` are weights with a scale for each output after SmoothQuant's migration (quant/smooth.py): what is done where
+activations have to be static, or a scale a token is not enough. Its peaks come from the text that the static scales
+come from.
 """
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nanokit.engine.load import LoadedEngine, load
+from nanokit.engine.load import load
 from nanokit.lab.engines import in_mode
 from nanokit.lab.experiments.drift_damage import compared, scored, windows_of
 from nanokit.lab.experiments.drift_params import (
@@ -31,7 +37,10 @@ from nanokit.lab.lock import measuring
 from nanokit.lab.progress import Progress, Silent, stop_if
 from nanokit.lab.quality.intervals import standard_error
 from nanokit.lab.table import Table
+from nanokit.model import saved
+from nanokit.model.load import open_model
 from nanokit.model.requantize import requantized
+from nanokit.model.source import ModelSource
 from nanokit.model.trainable import TrainableModel
 from nanokit.model.weights import find_weights
 from nanokit.quant.affine import AffineRanges
@@ -39,6 +48,7 @@ from nanokit.quant.affine import AffineRanges
 ACTIVATIONS = ("affine", "static", "token", "a16")
 HEAD = "the head's input"
 MUCH = 10.0  # points of equal best tokens that count as much accuracy
+HELPS = 0.25  # share of a divergence that has to go
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,25 @@ class ExportResult(DriftResult):
             f"{max(weights, lost - weights):.0f} of them come from the {cause}"
         )
 
+    @property
+    def migration(self) -> str:
+        """Whether moving outliers into the weights makes up for static activations: it repairs them if they then cost
+        no more than a scale a token costs without it, within two standard errors of both."""
+        m = self.metrics
+        if "smooth" not in self.asked.exported:
+            return "migration was not measured: `exported` leaves out smooth"
+        before, after, goal = (m[f"kl_mean_{pair}"] for pair in ("channel_static", "smooth_static", "channel_token"))
+        noise = 2 * (m["kl_se_smooth_static"] ** 2 + m["kl_se_channel_token"] ** 2) ** 0.5
+        if after <= goal + noise:
+            does = "repairs"
+        else:
+            does = "helps, but does not repair," if after <= (1 - HELPS) * before else "does not repair"
+        return (
+            f"migration {does} static activations here: of their {before:.2g} nats {after:.2g} are left, and the best "
+            f"token is the same {m['top1_smooth_static']:.0%} of the time, not {m['top1_channel_static']:.0%}; a scale "
+            f"a token costs {goal:.2g} nats without it and {m['kl_mean_smooth_token']:.2g} with it"
+        )
+
 
 def drift_export(
     p: DriftParams, *, progress: Progress | None = None, cancel: threading.Event | None = None
@@ -87,28 +116,23 @@ def drift_export(
     with measuring("activation drift: exported INT8"):
         progress.start(len(p.exported) + 1, "loading the model")
         exact, text = exact_engine(p.model), p.texts[0]
+        calibration = text_start(exact, p.calibration, p.tokens)
         windows = windows_of(exact, text, p)
         expected = [scored(exact, window) for window in windows]
         for name in p.exported:
             stop_if(cancel)
             progress.step(EXPORTED[name])
-            engine = load(
-                p.model or None, policy=EXPORTED[name], ctx=max(p.window_tokens, p.tokens), max_seqs=1,
-                kv_format=KV_FORMAT, prefix_cache=False,
-            )  # fmt: skip
-            calibration = text_start(engine, p.calibration, p.tokens)
-            engine.calibrate(calibration)
-            for mode in ACTIVATIONS:
-                if mode == "affine":
-                    found = _affine(p.model, EXPORTED[name], calibration, windows)
-                else:
-                    found = _in_engine(in_mode(engine, mode), windows)
-                kls, same = compared(expected, found)
-                metrics |= {
-                    f"kl_mean_{name}_{mode}": float(kls.mean()),
-                    f"kl_se_{name}_{mode}": standard_error(kls),
-                    f"top1_{name}_{mode}": float(same.mean()),
-                }
+            with tempfile.TemporaryDirectory() as folder:  # rounded once; the engine and the module read it
+                path = Path(folder) / "exported.safetensors"
+                source = requantized(opened(p.model)[0], EXPORTED[name], calibration=[calibration])
+                saved.write(source, path, EXPORTED[name])
+                for mode, found in _outputs(path, calibration, windows):
+                    kls, same = compared(expected, found)
+                    metrics |= {
+                        f"kl_mean_{name}_{mode}": float(kls.mean()),
+                        f"kl_se_{name}_{mode}": standard_error(kls),
+                        f"top1_{name}_{mode}": float(same.mean()),
+                    }
     settings = {
         "model": exact.model.name,
         "kv_format": KV_FORMAT,
@@ -118,13 +142,18 @@ def drift_export(
     return ExportResult(p, metrics, settings=settings)
 
 
-def _in_engine(view: LoadedEngine, windows: list[list[int]]) -> Iterator[Tensor]:
-    return (scored(view, window) for window in windows)
+def _outputs(path: Path, calibration: list[int], windows: list[list[int]]) -> Iterator[tuple[str, Iterator[Tensor]]]:
+    """Every one of ACTIVATIONS with the scored logits of each window."""
+    yield "affine", _affine(open_model(path), calibration, windows)
+    ctx = max(map(len, (calibration, *windows)))
+    engine = load(path, ctx=ctx, max_seqs=1, kv_format=KV_FORMAT, prefix_cache=False)
+    engine.calibrate(calibration)
+    for mode in ACTIVATIONS[1:]:
+        yield mode, (scored(in_mode(engine, mode), window) for window in windows)
 
 
-def _affine(model: str, policy: str, calibration: list[int], windows: list[list[int]]) -> Iterator[Tensor]:
+def _affine(source: ModelSource, calibration: list[int], windows: list[list[int]]) -> Iterator[Tensor]:
     """The scored logits of the same weights with affine static inputs, the head's included."""
-    source = requantized(opened(model)[0], policy)
     module = TrainableModel(source.config, find_weights(source.config, source)).requires_grad_(False)
     ranges = AffineRanges()
     with torch.no_grad():

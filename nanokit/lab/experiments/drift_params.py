@@ -20,7 +20,8 @@ from nanokit.quant.drift import Profile, Watch
 
 TEXTS = ("calibration", "lighthouse", "evaluation", "arithmetic", "code")  # of data/texts
 DYNAMIC = tuple(mode for mode in MODES if mode not in ("fp32", "static"))  # a16 first
-EXPORTED = {"tensor": "int8-sym-tensor", "reduced": "int8-sym-tensor-reduced", "channel": "int8-sym-channel"}
+EXPORTED = {"tensor": "int8-sym-tensor", "reduced": "int8-sym-tensor-reduced", "channel": "int8-sym-channel",
+            "smooth": "int8-sym-channel+smooth"}  # fmt: skip
 KV_FORMAT = "fp16"  # in every engine here, so that activations are all that differs
 BLOCK = "attention block"
 CHUNK = 256  # tokens that are watched at a time
