@@ -17,7 +17,7 @@ from nanokit.lab.cell import find_notebook
 assert paths.PACKAGE.is_relative_to({site!r}), paths.PACKAGE
 print(paths.notebooks_dir().relative_to(paths.PACKAGE))
 data = paths.data_dir()
-print(all((data / name).stat().st_size > 1000 for name in ("texts/lighthouse.txt", "tasks/chat.jsonl")))
+print(all((data / name).stat().st_size > 1000 for name in ("texts/lighthouse.txt", "tasks/chat.jsonl", "digits.npz")))
 print(find_notebook("tour").name)
 import nanokit.kernels.reference, nanokit.lab.plots, nanokit.lab.quality.console, nanokit.engine.load
 from nanokit.kernels.cpu.build import SOURCES

@@ -75,6 +75,8 @@ _HOME = {
     "GradientParams": "experiments.gradient_params",
     "SmallLayerParams": "experiments.small_layer",
     "small_layer": "experiments.small_layer",
+    "DigitsParams": "experiments.digits",
+    "digits": "experiments.digits",
     "five_numbers": "experiments.one_grid",
     "passing": "experiments.one_grid",
     "one_grid": "experiments.one_grid",

@@ -3,6 +3,7 @@
 from nanokit.lab.plots.activation_plot import activation_cost
 from nanokit.lab.plots.alignment_plot import load, loads, shifted
 from nanokit.lab.plots.context_plot import by_context, by_position
+from nanokit.lab.plots.digits_plot import digits
 from nanokit.lab.plots.drift_plot import (
     drift_damage,
     drift_first,
@@ -53,6 +54,7 @@ __all__ = [
     "by_position",
     "color",
     "damage",
+    "digits",
     "drift_damage",
     "drift_first",
     "drift_mode",
