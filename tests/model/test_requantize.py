@@ -97,6 +97,18 @@ def test_a_file_is_the_policy_loaded(policy: str, kind: str, request: pytest.Fix
     assert not torch.equal(logits(model), expected)
 
 
+def test_rows_of_a_file_with_nested_scales(folder: Path, tmp_path: Path) -> None:
+    """331 blocks: the last rows belong to a second nest, which began before them."""
+    quantize(folder, tmp_path / "out.safetensors", "mix:head=nf4-dq")
+    name, found = "lm_head.weight", open_model(tmp_path / "out.safetensors")
+    expected = weight_format("nf4-dq").quantize(open_model(folder).tensor(name).numpy()).dequantize()
+    for first, end in [(0, 331), (10, 20), (250, 300), (300, 331)]:
+        rows = found.quantized(name, first, end)
+        assert rows is not None
+        assert np.array_equal(rows.dequantize(), expected[first:end])
+    assert found.stored[name].nbytes == 331 * 33 + 4 * 3
+
+
 def test_head_and_embedding(folder: Path, gguf: Path) -> None:
     """Floats would keep the whole model from the fast kernels; what has codes already, or was named, stays."""
     assert nanokit.load(folder, policy="int4-sym-g32", ctx=64).model.compiled

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from nanokit import quant
 from nanokit.errors import ModelFileError, ParameterError
-from nanokit.kernels.fake_quant import quantize
+from nanokit.kernels.fake_quant import fake_quantize, quantize
 from nanokit.quant.float4 import NF4_TABLE, NestedNF4, nested_scales
 from nanokit.quant.nested import FURTHEST, LEVELS, nest
 from nanokit.quant.qtensor import QTensor
@@ -52,10 +52,33 @@ def test_peaks_by_hand() -> None:
     found = nest(np.float32([[0], [2]]))
     assert found.codes.tolist() == [[0], [255]]
     assert found.peaks()[:, 0].tolist() == [pytest.approx(FURTHEST, abs=1e-7), 2]
+    tie = LEVELS[128] / 2
+    assert nest(np.float32([[-1], [1], [tie], [-tie]])).codes[2:].tolist() == [[127], [126]]
     found = nest(np.full((700, 1), 0.3, np.float32))
     assert (found.codes == 127).all()
     assert (found.seconds == 0).all()
     assert (found.peaks() == np.float32(0.3)).all()
+
+
+def test_weights_by_hand() -> None:
+    """Equal peaks have their own scale, here 1: ties go to the even code. And none that a kernel would take for 0."""
+    middles = [-107.5, -77.5, -58.5, -43, -29.5, -17.5, -6, 5, 15, 25.5, 37, 49.5, 63.5, 81.5, 109.5]
+    w = np.array([[*middles, *[127.0] * 49, -127.0, *[0.0] * 63]], np.float32)
+    q = FORMAT.quantize(w)
+    assert q.scales.tolist() == [[1, 1]]
+    assert q.codes[0, :15].tolist() == [0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14]
+    assert q.codes[0, 64:66].tolist() == [0, 7]
+    tiny = FORMAT.quantize(w * np.float32(2.0**-127))
+    assert not tiny.scales.any()
+    assert (tiny.codes == 7).all()
+
+
+def test_slices_join_without_a_seam() -> None:
+    """Quantizing and training walk over a matrix in slices of their own: peaks must be those of the slice."""
+    w = matrix(5, 9, 64 * 256)
+    q = FORMAT.quantize(w)
+    assert np.array_equal(quantize(torch.from_numpy(w), FORMAT, torch.from_numpy(q.scales)).codes, q.codes)
+    assert np.array_equal(fake_quantize(torch.from_numpy(w), FORMAT).numpy(), q.dequantize())
 
 
 def test_a_nest_is_256_peaks_across_rows_and_the_last_is_short() -> None:
