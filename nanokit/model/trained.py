@@ -7,6 +7,8 @@ file that the module was made of: all else (embedding, head, norms, configuratio
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from nanokit.errors import ParameterError
 from nanokit.model import saved
 from nanokit.model.calibrate import Calibrated
@@ -22,7 +24,8 @@ from nanokit.quant.weight_format import weight_format
 
 def trained_source(model: TrainableModel, base: ModelSource, policy: Policy) -> Requantized:
     """`base` with the weights of the model's prepared or converted layers. policy: what is noted of them. Raises
-    ParameterError where no layer is either, ModelFileError for weights that are no longer finite."""
+    ParameterError where no layer is either, or where one that is neither has changed, whose weights have no place in
+    such a file; ModelFileError for weights that are no longer finite."""
     matrices = dict(_matrices(model, base))
     if not matrices:
         raise ParameterError("no layer of this model is quantized", do="call quant.prepare(model, policy) first")
@@ -46,3 +49,10 @@ def _matrices(model: TrainableModel, base: ModelSource) -> Iterator[tuple[str, Q
                     linear = linear.converted(name)
                 if isinstance(linear, QuantLinear):
                     yield name, linear.qtensor()
+                elif not torch.equal(linear.weight, getattr(found, role).weight.dense()):
+                    raise ParameterError(
+                        f"{name} was trained and is not quantized",
+                        found="other weights than the file's",
+                        needed="layers that are quantized, or as the file has them",
+                        do="name the layer in the policy, or freeze it",
+                    )

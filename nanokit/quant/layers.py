@@ -57,6 +57,7 @@ class Quantized(_Fp32Ranges):
         """q: of two dimensions, taken over without a copy. bias: [rows], taken over as a parameter without gradient."""
         super().__init__()
         self.format_name, self.code_range, self.tensor_scale = q.format, q.code_range, q.tensor_scale
+        self.nested = q.nested  # how a file keeps the scales; it refuses one that a loaded state does not fit
         for name, values in (("codes", q.codes), ("scales", q.scales), ("minimums", q.minimums), ("table", q.table)):
             self.register_buffer(name, None if values is None else torch.from_numpy(np.array(values)))
         self.register_buffer("format", torch.tensor(list(q.format.encode()), dtype=torch.uint8))
@@ -96,6 +97,7 @@ class Quantized(_Fp32Ranges):
             table=table,
             code_range=self.code_range,
             tensor_scale=self.tensor_scale,
+            nested=self.nested,
         )
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:

@@ -27,7 +27,7 @@ from nanokit.quant.layers import FakeQuantized, FakeQuantLinear, Quantized, Quan
 from nanokit.quant.policy import BY_TEXT, CLASSES, Choice, Policy, parse_policy
 from nanokit.quant.pruning import parameter_of, zeros_of
 from nanokit.quant.qtensor import QTensor
-from nanokit.quant.rounding import search
+from nanokit.quant.rounding import check_searchable, search
 from nanokit.quant.storage import has_minimums
 from nanokit.quant.weight_format import WeightFormat
 
@@ -176,6 +176,8 @@ def _check(policy: Policy, sites: list[_Site]) -> None:
     for site in sites:
         try:
             site.form.group_of(site.layer.weight[0].numel())
+            if site.method:
+                check_searchable(site.form)
         except ParameterError as error:
             refused.setdefault(f"{error.what}: {error.found}, needed {error.needed}", []).append(site.name)
         if not any(type(site.layer).forward is kind.forward for kind in KINDS):

@@ -7,10 +7,13 @@ import torch
 from tiny import save_tiny, tiny_model
 
 from nanokit import quant
+from nanokit.errors import ParameterError
 from nanokit.model.load import open_model
 from nanokit.model.trainable import TrainableModel
+from nanokit.model.trained import save_trained
 from nanokit.model.weights import find_weights
 from nanokit.quant.layers import FakeQuantLinear
+from nanokit.quant.policy import parse_policy
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,38 @@ def test_policies_find_its_layers(tmp_path: Path) -> None:
     assert len(found) == 13
     assert found["layers.0.self_attn.q_proj"] == "int8-sym-channel"
     assert found["layers.1.mlp.up_proj"] == "int4-sym-g32"
+
+
+@pytest.mark.parametrize("policy", ["int4-sym-g32;1.down=keep", "nf4-dq;0.attn=nvfp4"])
+def test_what_was_trained_is_what_a_file_gives_back(policy: str, tmp_path: Path) -> None:
+    """Bit for bit, the layers that were left alone too; nested scales have to be kept as they were made."""
+    base = open_model(
+        save_tiny(tmp_path / "tiny", tiny_model("llama", hidden=64, intermediate=128, head_dim=16, heads=4))
+    )
+    model = TrainableModel(base.config, find_weights(base.config, base))
+    quant.prepare(model, policy)
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, FakeQuantLinear):
+                layer.weight.mul_(1.01)
+    save_trained(model, base, parse_policy(policy), tmp_path / "trained.safetensors")
+    again = open_model(tmp_path / "trained.safetensors")
+    found = TrainableModel(again.config, find_weights(again.config, again))
+    ids = list(range(24))
+    quant.convert(model)
+    assert torch.equal(found.logits(ids), model.logits(ids))
+    assert again.policy == policy
+
+
+def test_training_that_a_file_could_not_hold_is_refused(tmp_path: Path) -> None:
+    """No layer on a grid, or one off it that has moved: a file would say that it is the trained model."""
+    base = open_model(save_tiny(tmp_path / "tiny", tiny_model("llama")))
+    model = TrainableModel(base.config, find_weights(base.config, base))
+    with pytest.raises(ParameterError, match="prepare"):
+        save_trained(model, base, parse_policy("nf4"), tmp_path / "trained.safetensors")
+    quant.prepare(model, "int8-sym-channel;1.down=keep")
+    with torch.no_grad():
+        model.layers[1].mlp.down_proj.weight[0, 0] += 1
+    with pytest.raises(ParameterError, match=r"layers\.1\.mlp\.down_proj\.weight was trained"):
+        save_trained(model, base, parse_policy("int8-sym-channel"), tmp_path / "trained.safetensors")
+    assert not (tmp_path / "trained.safetensors").exists()

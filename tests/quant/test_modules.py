@@ -164,6 +164,7 @@ def test_a_layer_in_two_places_stays_one() -> None:
         ("int4-sym-g64", "inf", r"(?s)1 layer, and nothing.*layers.1.v_proj: weights are not all finite"),
         ("int4-sym-g64+gptq", None, "needs a calibration text"),
         ("auto:4.25", None, "resolved for a model first"),
+        ("int4-sym-g64;down=nf4-dq+search", None, r"(?s)2 layers, and nothing.*down_proj.*nf4-dq"),
         ("int4-sym-g64;7.q=keep", None, "there is no layer 7"),
         ("keep", None, "changes no layer"),
         ("int4-sym-g64;head=q8_0", None, "lm_head is the embedding as well"),
