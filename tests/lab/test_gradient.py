@@ -115,7 +115,7 @@ def test_training_learns_the_grid(tiny: str) -> None:
 def test_points_are_those_of_the_weights_that_were_trained(tiny: str, given_points: list[torch.Tensor]) -> None:
     """Of the file as it is stored, then searched, plain and trained weights, through a file and the packed kernels:
     a way that is scored with another's weights, or a file that rounds once more, shows here."""
-    p = params(tiny, steps=4)
+    p = params(tiny, steps=4, tasks=["arithmetic"])
     result = qat(p)
     prepared = fresh(p)
     expected = [prepared.logits(list(range(20)))]
