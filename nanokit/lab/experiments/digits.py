@@ -69,11 +69,11 @@ class DigitsParams(Params):
     pruned: float = knob(0.5, "part of each layer's weights that is pruned", low=0.0, high=0.95, step=0.05)
     width: int = knob(8, "channels of the first half of the network", unit="channels", low=2, high=64)
     epochs: int = knob(
-        0, "epochs in fp32", unit="epochs", low=1, high=200, by_preset={"smoke": 2, "quick": 5, "full": 12}
+        0, "epochs in fp32", unit="epochs", low=1, high=200, by_preset={"smoke": 2, "quick": 4, "full": 12}
     )
     more_epochs: int = knob(
         0, "epochs after pruning, and again with or without rounding", unit="epochs", low=1, high=200,
-        by_preset={"smoke": 1, "quick": 3, "full": 6},
+        by_preset={"smoke": 1, "quick": 2, "full": 6},
     )  # fmt: skip
     batch: int = knob(64, "pictures of a training step", unit="pictures", low=2, high=512)
     learning_rate: float = knob(0.005, "learning rate in fp32, at its highest", low=1e-6, high=0.1)

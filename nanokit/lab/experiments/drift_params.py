@@ -47,7 +47,7 @@ class DriftParams(Params):
         by_preset={"smoke": 1, "quick": 1, "full": 3},
     )  # fmt: skip
     window_tokens: int = knob(
-        0, "length of a window", unit="tokens", low=32, high=1024, by_preset={"smoke": 64, "quick": 192, "full": 512},
+        0, "length of a window", unit="tokens", low=32, high=1024, by_preset={"smoke": 64, "quick": 144, "full": 512},
     )  # fmt: skip
     modes: list[str] = knob(
         [], "activation modes beside static", choices=DYNAMIC,
@@ -65,7 +65,7 @@ class DriftParams(Params):
     )  # fmt: skip
     items: int = knob(
         0, "items of each task, at most", unit="items", low=2, high=10000,
-        by_preset={"smoke": 4, "quick": 32, "full": 10000},
+        by_preset={"smoke": 4, "quick": 28, "full": 10000},
     )  # fmt: skip
     exported: list[str] = knob(
         [], "INT8 weights that are paired with static activations", choices=tuple(EXPORTED),

@@ -38,7 +38,7 @@ class GradientParams(Params):
     )  # fmt: skip
     steps: int = knob(
         0, "training steps of QAT", unit="steps", low=2, high=5000,
-        by_preset={"smoke": 2, "quick": 6, "full": 56},
+        by_preset={"smoke": 2, "quick": 5, "full": 56},
     )  # fmt: skip
     learning_rate: float = knob(1e-4, "learning rate of QAT, at its highest", low=1e-7, high=1e-1)
     lora_steps: int = knob(
