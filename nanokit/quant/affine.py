@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nanokit.errors import ParameterError
+from nanokit.quant.layers import FakeQuantLinear, QuantLinear
 
 LAST = 255  # the largest code
 
@@ -73,7 +74,10 @@ class AffineRanges:
 
 @contextmanager
 def _before_linears(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    linears = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    kinds = nn.Linear | QuantLinear | FakeQuantLinear
+    linears = [(name, part) for name, part in module.named_modules() if isinstance(part, kinds)]
+    if not linears:
+        raise ParameterError("no layer of this module has inputs to round", needed="Linear layers, quantized or not")
     handles = [
         part.register_forward_pre_hook(lambda _, inputs, name=name: (change(name, inputs[0]),))
         for name, part in linears

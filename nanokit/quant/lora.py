@@ -26,6 +26,7 @@ from nanokit.errors import ParameterError
 from nanokit.kernels.fake_quant import fake_quantize, quantize
 from nanokit.quant.layers import FakeQuantLinear, QuantLinear, format_of
 from nanokit.quant.modules import located
+from nanokit.quant.pruning import zeros_of
 
 
 class LoraLinear(nn.Module):
@@ -48,6 +49,13 @@ class LoraLinear(nn.Module):
         if not 1 <= r <= min(self.out_features, self.in_features):
             raise ParameterError(
                 "not a rank of this layer", found=r, needed=f"1 to {min(self.out_features, self.in_features)}"
+            )
+        if zeros_of(base) is not None:
+            raise ParameterError(
+                "an adapter would bring pruned weights back",
+                found="a pruned layer",
+                needed="one whose weights may all change",
+                do="train the pruned weights themselves, or end the pruning first",
             )
         self.form = format_of(base)
         if self.form is not None and self.form.scope in ("qkv", "global"):

@@ -80,7 +80,7 @@ def apply(module: nn.Module, policy: str | Policy) -> nn.Module:
     Raises ParameterError, before anything changes, for a policy that is wrong, does not fit or needs a calibration
     text, for weights that are not finite, and where no layer would change.
     """
-    for site, q in _quantized(_sites(module, policy)):
+    for site, q in list(_quantized(_sites(module, policy))):  # all of them, before the first is put
         site.put(site.kept(q).to(site.layer.weight.device))
     return module
 

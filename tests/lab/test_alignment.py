@@ -206,12 +206,12 @@ def test_a_header_moves_no_tensor_and_is_refused(tiny: str) -> None:
     """The copy without a change has to open: else a fault of the writer would refute the claim."""
     result = header_remedy(params(tiny))
     assert [result.metrics[f"opens_{name}"] for name in result.said] == [1, 0, 0]
-    assert not any(value for name, value in result.metrics.items() if name.startswith("moved_"))
+    assert result.metrics["moved_as it is"] == result.metrics["moved_head count 32"] == 0, "a header as long as before"
+    assert result.metrics["moved_rope base a string"] in (0, result.metrics["tensors"]), "all of them move, or none"
     assert "attn_q" in result.said["head count 32"], "told by shapes where the head size is not in the header"
     assert "freq_base" in result.said["rope base a string"]
     assert result.verdict_q21.startswith("does not hold")
-    assert result.verdict_q21.endswith("the loader refuses both files")
-    assert replace(result, metrics={**result.metrics, "opens_head count 32": 1.0}).verdict_q21.endswith(
-        "head count 32 opens, as another model"
-    )
+    assert "the loader refuses both files" in result.verdict_q21
+    opening = replace(result, metrics={**result.metrics, "opens_head count 32": 1.0})
+    assert "head count 32 opens, as another model" in opening.verdict_q21
     assert len(result.table().rows) == 3

@@ -99,25 +99,26 @@ def test_the_interval_of_a_difference() -> None:
     half = 1.96 * (np.var([0, 100, 0, 0], ddof=1) / 4) ** 0.5
     assert (low, high) == pytest.approx((25 - half, 25 + half))
     middle, low, high = difference([before, before], [after, before])
-    half = 1.96 * (np.var([0, 50, 0, 0], ddof=1) / 4 + np.var([25, 0], ddof=1) / 2) ** 0.5
+    half = (1.96**2 * np.var([0, 50, 0, 0], ddof=1) / 4 + 12.71**2 * np.var([25, 0], ddof=1) / 2) ** 0.5
     assert (middle, low, high) == pytest.approx((12.5, 12.5 - half, 12.5 + half))
 
 
 def test_verdict_follows_the_figures() -> None:
     """Extra training must not pass for QAT, nor a difference within the error for one."""
 
-    def verdict(over: float, own: float, ratio: float) -> str:
+    def verdict(over: float, own: float, ratio: float, seeds: int = 2) -> str:
         metrics = {"rounding_time_ratio": ratio, "points_of_more_ptq": 90.0, "points_of_more_search": 91.0}
         for stage, gain in (("ptq", over), ("more_search", own), ("more_ptq", 9.0)):
             for end, shift in (("", 0.0), ("_low", -1.0), ("_high", 1.0)):
                 metrics[f"gained_points{end}_over_{stage}"] = gain + shift
-        return DigitsResult(params(), metrics).verdict_q6
+        return DigitsResult(params(seeds=seeds), metrics).verdict_q6
 
     assert verdict(3.0, 2.0, 1.45).startswith("holds here: QAT is +3.0 points (+2.0 to +4.0)")
     assert verdict(3.0, 2.0, 2.5).startswith("holds here in its direction")
     assert verdict(6.0, 2.0, 1.45).startswith("holds here in its direction")
     assert verdict(3.0, 0.5, 1.45).startswith("holds here, but not beyond")
     assert verdict(0.5, 0.2, 1.45).startswith("is not shown here")
+    assert verdict(3.0, 2.0, 1.45, seeds=1).startswith("is not shown here by one seed")
     assert "+150% (claimed: +47 %)" in verdict(3.0, 2.0, 2.5)
 
 

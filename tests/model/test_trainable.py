@@ -82,6 +82,18 @@ def test_training_that_a_file_could_not_hold_is_refused(tmp_path: Path) -> None:
     quant.prepare(model, "int8-sym-channel;1.down=keep")
     with torch.no_grad():
         model.layers[1].mlp.down_proj.weight[0, 0] += 1
-    with pytest.raises(ParameterError, match=r"layers\.1\.mlp\.down_proj\.weight was trained"):
-        save_trained(model, base, parse_policy("int8-sym-channel"), tmp_path / "trained.safetensors")
+    with pytest.raises(ParameterError, match=r"layers\.1\.mlp\.down_proj\.weight is not as"):
+        save_trained(model, base, parse_policy("int8-sym-channel;1.down=keep"), tmp_path / "trained.safetensors")
+    with torch.no_grad():
+        model.layers[1].mlp.down_proj.weight[0, 0] -= 1
+        model.final_norm[0] += 1
+    with pytest.raises(ParameterError, match="final_norm is not as"):
+        save_trained(model, base, parse_policy("int8-sym-channel;1.down=keep"), tmp_path / "trained.safetensors")
+    with pytest.raises(ParameterError, match="is not what the policy nf4 makes of it"):
+        save_trained(model, base, parse_policy("nf4"), tmp_path / "trained.safetensors")
+    adapted = TrainableModel(base.config, find_weights(base.config, base))
+    quant.prepare(adapted, "int8-sym-channel;1.down=keep")
+    quant.add_lora(adapted, 2, 4.0)
+    with pytest.raises(ParameterError, match=r"quantized|adapters"):
+        save_trained(adapted, base, parse_policy("int8-sym-channel;1.down=keep"), tmp_path / "trained.safetensors")
     assert not (tmp_path / "trained.safetensors").exists()

@@ -103,6 +103,12 @@ def prepared(
     ParameterError for an engine that does not suit, and what `nanokit.load` raises.
     """
     check_installed(peer)
+    if p.policy and (peer or engine is not None):
+        raise ParameterError(
+            "a policy would measure other weights than those beside it",
+            found=f"policy {p.policy!r} with " + ("other programs" if peer else "an engine that is loaded already"),
+            do="write the quantized model first (nanokit quantize) and name that file, or leave one of them out",
+        )
     progress = progress or Silent()
     with measuring(f"bench {kind}"), ExitStack() as closing:
         progress.start(1, "loading")

@@ -23,6 +23,7 @@ from nanokit.lab.experiments.qat import (
 )
 from nanokit.lab.lock import measuring
 from nanokit.lab.progress import Progress, Silent
+from nanokit.lab.quality.intervals import standard_error
 from nanokit.lab.table import Table
 
 KINDS = ("free", "on_grid")
@@ -49,6 +50,12 @@ class AdaptersResult(GradientResult):
         gained = self.metrics["kl_mean_of_before"] - self.kl("free", "unmerged")
         return (self.kl("free", "merged") - self.kl("free", "unmerged")) / gained if gained > 0 else float("nan")
 
+    @property
+    def gains(self) -> bool:
+        """Whether the free adapter takes away more KL than twice the error of the difference, token by token."""
+        won = self.metrics["kl_mean_of_before"] - self.kl("free", "unmerged")
+        return won > 2 * self.metrics["kl_se_of_before_less_free"]
+
     def diverges(self, kind: str) -> bool:
         """Whether the last fifth of the losses lies far above the first loss."""
         losses = self.loss(kind)
@@ -61,6 +68,8 @@ class AdaptersResult(GradientResult):
         losses = self.loss("free")
         course = f"the loss goes from {losses[0]:.3f} to {losses[-1]:.3f} nats without it"
         lost = f"merging takes the KL from {self.kl('free', 'unmerged'):.3f} to {self.kl('free', 'merged'):.3f}"
+        if not self.gains:
+            lost += "; what the adapter had gained is within the error"
         if self.diverges("free"):
             kept = "does as well" if self.diverges("on_grid") else "does not"
             return f"holds here: {course}; with it, it {kept}"
@@ -94,13 +103,16 @@ def adapters(
             model = fresh(p)
             if kind == "free":
                 quant.apply(model, policy_of(p))
-                metrics |= quality(model, ref, "before")
+                found, before = quality(model, ref, "before")
+                metrics |= found
             else:
                 quant.prepare(model, policy_of(p))
             parameters = quant.add_lora(model, p.lora_rank, 2.0 * p.lora_rank, seed=p.seed)
-            found, _ = trained(model, parameters, lesson, p, p.lora_steps, p.lora_learning_rate, progress, cancel)
-            samples |= {f"{name}_of_{kind}": values for name, values in found.items()}
+            losses, _ = trained(model, parameters, lesson, p, p.lora_steps, p.lora_learning_rate, progress, cancel)
+            samples |= {f"{name}_of_{kind}": values for name, values in losses.items()}
             progress.step(f"{CALLED[kind]}: merging")
-            metrics |= quality(model, ref, f"{kind}_unmerged")
-            metrics |= quality(quant.merge(model), ref, f"{kind}_merged")
+            found, beside = quality(model, ref, f"{kind}_unmerged")
+            metrics |= found | quality(quant.merge(model), ref, f"{kind}_merged")[0]
+            if kind == "free":
+                metrics["kl_se_of_before_less_free"] = standard_error(before - beside)
     return AdaptersResult(p, metrics, samples, settings_of(p, ref, lesson))

@@ -102,6 +102,17 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
+def normalized_anew(model: nn.Module, data: Digits) -> nn.Module:
+    """The model, ready for use, with the mean and variance of its normalizations taken over all of these pictures."""
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.reset_running_stats()
+            layer.momentum = None  # plain means
+    model.train()(data.pictures)
+    return model.eval()
+
+
+@torch.no_grad()
 def right(model: nn.Module, data: Digits) -> np.ndarray:
     """Which pictures it reads right, bool [n]."""
     return (model(data.pictures).argmax(dim=1) == data.labels).numpy()

@@ -40,13 +40,19 @@ class GradientParams(Params):
         0, "training steps of QAT", unit="steps", low=2, high=5000,
         by_preset={"smoke": 2, "quick": 5, "full": 56},
     )  # fmt: skip
-    learning_rate: float = knob(1e-4, "learning rate of QAT, at its highest", low=1e-7, high=1e-1)
+    learning_rate: float = knob(
+        0.0, "learning rate of QAT, at its highest", low=1e-7, high=1e-1,
+        by_preset={"smoke": 3e-4, "quick": 3e-4, "full": 1e-4},
+    )  # fmt: skip
     lora_steps: int = knob(
         0, "training steps of each adapter", unit="steps", low=2, high=5000,
         by_preset={"smoke": 2, "quick": 3, "full": 16},
     )  # fmt: skip
     lora_rank: int = knob(8, "rank of the adapters", low=1, high=256)
-    lora_learning_rate: float = knob(1e-3, "learning rate of the adapters, at its highest", low=1e-7, high=1e-1)
+    lora_learning_rate: float = knob(
+        0.0, "learning rate of the adapters, at its highest", low=1e-7, high=1e-1,
+        by_preset={"smoke": 4e-3, "quick": 4e-3, "full": 1e-3},
+    )  # fmt: skip
     products: str = knob(
         "", "what training multiplies in; empty is the faster one on this machine", choices=("", *PRODUCTS)
     )
@@ -56,7 +62,7 @@ class GradientParams(Params):
     )  # fmt: skip
     windows: int = knob(
         0, "windows of the evaluation text, second halves scored", unit="windows", low=1, high=20,
-        by_preset={"smoke": 1, "quick": 1, "full": 4},
+        by_preset={"smoke": 1, "quick": 2, "full": 4},
     )  # fmt: skip
     window_tokens: int = knob(
         0, "length of each", unit="tokens", low=64, high=2048,
@@ -87,3 +93,8 @@ class GradientResult(Result):
     def asked(self) -> GradientParams:
         assert isinstance(self.params, GradientParams)
         return self.params
+
+    @property
+    def where(self) -> str:
+        """Which layers are rounded, for titles: nothing where all are."""
+        return f" in the first {self.asked.layers} layers" if ";" in str(self.settings.get("policy", "")) else ""

@@ -19,8 +19,8 @@ def digits(result: "DigitsResult") -> go.Figure:
     p, m = result.asked, result.metrics
     over, own = result.gained("ptq"), result.gained(result.control)
     finding = (
-        f"{p.weights}, {m['pruned_rate']:.0%} pruned: QAT gains {over[0]:+.1f} points over rounding,<br>"
-        f"{own[0]:+.1f} over as much training without it{'' if own[1] > 0 else ', within the error'}"
+        f"{p.weights}, {m['pruned_rate']:.0%} pruned: QAT is {_lead(over)} over rounding,<br>"
+        f"{_lead(own)} over as much training without it"
     )
     fig = figure(finding, x=f"digits read right, of {result.settings['tested_pictures']} (%)", height=400)
     for stage, name in CALLED.items():
@@ -37,3 +37,8 @@ def digits(result: "DigitsResult") -> go.Figure:
         fig.add_annotation(x=max(seeds), y=name, text=f"{middle:.1f}", xanchor="left", xshift=10)
     fig.update_yaxes(autorange="reversed", tickcolor="rgba(0,0,0,0)", showline=False)
     return fig
+
+
+def _lead(found: tuple[float, float, float]) -> str:
+    middle, low, high = found
+    return f"{middle:+.1f} points" + (" (within the error)" if low <= 0 <= high else "")

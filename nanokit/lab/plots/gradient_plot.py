@@ -46,7 +46,7 @@ def qat(result: "QatResult") -> go.Figure:
 
     m, p = result.metrics, result.asked
     finding = (
-        f"{p.weights}: QAT recovers {m['recovered_rate']:.0%} of the damage,<br>a search of scales "
+        f"{p.weights}{result.where}: QAT recovers {m['recovered_rate']:.0%} of the damage,<br>a search of scales "
         f"{m['search_recovered_rate']:.0%}; both against the model as it is stored"
     )
     fig = figure(finding, x="KL from the model as it is stored (nats)", height=290)
@@ -86,6 +86,8 @@ def adapters(result: "AdaptersResult") -> go.Figure:
         f"Merged into {p.weights}, an adapter loses {result.lost:.0%} of what it had won;<br>"
         f"one that was rounded in training keeps all of its {before - grid:.3f} nats"
     )
+    if not result.gains:
+        finding = "So few steps win no adapter more than the error:<br>what merging loses of it cannot be told"
     fig = figure(finding, x="KL from the model as it is stored (nats)", height=330)
     rows = [("no adapter", before, GREY)]
     for kind, paint in zip(KINDS, (RED, BLUE), strict=True):
