@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from nanokit.model.fetch import fetch_default_model
 
 # Notebooks that pytest executes record their figures; those are no runs of the user's.
 os.environ.setdefault("NANOKIT_RUNS", tempfile.mkdtemp(prefix="nanokit-test-runs-"))
+
+# A shell starts what it puts in the background with interrupts ignored, and whoever we start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if importlib.util.find_spec("triton") is None:  # there is none but on Linux
     collect_ignore = ["engine/test_gpu.py", "kernels/gpu"]
