@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", help="such as int8-sym-channel, nvfp4+gptq, mix:attn=…,ffn=…, auto:4.25 (int4-sym-g32)"
     )
     quantize.add_argument(
-        "--calibration", metavar="FILE", help="text that awq, gptq and auto look at (default: our own)"
+        "--calibration", metavar="FILE", help="text that awq, gptq, smooth and auto look at (default: our own)"
     )
     quantize.add_argument("--force", action="store_true", help="replace a file that is there already")
     quantize.set_defaults(command=_quantize)

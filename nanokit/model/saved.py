@@ -72,7 +72,7 @@ def write(source: ModelSource, path: Path, policy: str) -> None:
 
 
 def _as_stored(tensor: Tensor, kind: str) -> Tensor:
-    """In the number type that it had, unless that rounds it: awq changes norms and biases."""
+    """In the number type that it had, unless that rounds it: awq and smooth change norms and biases."""
     kept = tensor.to(FLOATS.get(kind, torch.float32)).contiguous()
     return kept if torch.equal(kept.float(), tensor) else tensor.contiguous()
 

@@ -58,6 +58,13 @@ def test_a_policy_is_what_runs_and_what_is_said(tiny: Path, capsys) -> None:
     assert json.loads(capsys.readouterr().out)["setting"]["model"] == "tiny as int8-sym-channel"
 
 
+def test_a_policy_beside_other_programs_is_refused(tiny: Path, capsys) -> None:
+    """They would run the file's weights, and a ratio of the two would look like one of speed."""
+    options = ["--model", str(tiny), "--preset", "smoke", "--policy", "int8-sym-channel", "--peer", "transformers"]
+    assert main(["bench", "prefill", *options]) == 2
+    assert "other weights" in capsys.readouterr().err
+
+
 def test_a_controller_reads_v(tiny: Path, tmp_path: Path) -> None:
     target = tmp_path / "v.json"
     options = ["--activations", "fp32", "--rows", "1", "2", "8", "--ctx", "64", "80", "--steps", "1"]

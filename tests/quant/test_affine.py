@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from nanokit import quant
 from nanokit.errors import ParameterError
 from nanokit.quant.affine import AffineRanges
 
@@ -66,3 +67,15 @@ def test_what_is_not_a_number_is_refused_by_name(seen: float) -> None:
 def test_a_place_without_a_range_is_refused_by_name() -> None:
     with pytest.raises(ParameterError, match=r"layers\.0\.q_proj has no range"):
         AffineRanges().rounded("layers.0.q_proj", torch.ones(1))
+
+
+def test_quantized_layers_are_seen_too_and_none_is_refused() -> None:
+    """A module whose layers were quantized first would be measured without any rounding of its inputs."""
+    torch.manual_seed(0)
+    module = quant.apply(nn.Sequential(nn.Linear(32, 8)), "int8-sym-channel")
+    ranges = AffineRanges()
+    with ranges.observing(module):
+        module(torch.randn(4, 32))
+    assert ranges.grid("0")[0] > 0
+    with pytest.raises(ParameterError, match="no layer"), ranges.applied(nn.ReLU()):
+        pass

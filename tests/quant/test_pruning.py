@@ -132,3 +132,10 @@ def test_a_grid_without_zero_is_refused(how: object, name: str) -> None:
     with pytest.raises(ParameterError, match=r"pruned, and .* holds no exact zero"):
         how(model, name)  # type: ignore[operator]
     assert all(parametrize.is_parametrized(each) for each in model if hasattr(each, "weight"))
+
+
+def test_an_adapter_on_pruned_weights_is_refused() -> None:
+    """Its sum with them has no zeros, and merging would write that into the codes."""
+    model = quant.prune(nn.Sequential(nn.Linear(32, 32)), 0.5)
+    with pytest.raises(ParameterError, match="bring pruned weights back"):
+        quant.add_lora(quant.prepare(model, "int4-sym-channel"), 2, 4.0)

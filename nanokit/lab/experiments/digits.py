@@ -19,7 +19,7 @@ in common is counted twice. One seed says nothing of the next, and the verdict s
 
 Weights alone are rounded; activations and normalization stay fp32. The statistics that normalization keeps are taken
 anew, over the pictures that were trained on, for every network before it is read: rounding moves them, and QAT has seen
-it. Without that, most of its lead over the control would be the control's stale statistics.
+it. Without that, stale statistics of the control would count as a lead of QAT.
 
 All of it runs in one thread: layers as small as these gain nothing from a second, and sums in another order would be
 another network after some steps.
