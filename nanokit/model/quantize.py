@@ -54,8 +54,9 @@ def quantize(
     """Quantize a model (whatever `nanokit.load` takes) into a new file, and open that file again.
 
     calibration: a text file that awq, gptq, smooth and auto look at; None is a text of the kit's own. force: replace a
-    file that is there. Raises ParameterError for a policy, name or text that cannot be used, ModelFileError for a model that
-    cannot be read, NanokitError for a place that cannot be written. Whatever can be refused is before a weight is read.
+    file that is there. Raises ParameterError for a policy, name or text that cannot be used, ModelFileError for a model
+    that cannot be read, NanokitError for a place that cannot be written. Whatever can be refused is before a weight is
+    read.
     """
     path, chosen = Path(target).expanduser(), parse_policy(policy)
     if path.suffix not in (".gguf", ".safetensors"):
