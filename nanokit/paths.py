@@ -5,6 +5,8 @@ the package. Nothing outside the cache and the run folder is ever written.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -23,6 +25,18 @@ def cache_dir() -> Path:
 def runs_dir() -> Path:
     """Executed notebooks and records: `NANOKIT_RUNS`, or `runs/` in the working directory. Not created here."""
     return Path(os.environ.get("NANOKIT_RUNS", "runs")).expanduser().resolve()
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A scratch file beside `target` to write into; it takes its place at the end, or goes away where an error comes
+    first: a file is complete or absent, whatever stops the program. Raises OSError."""
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield scratch
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def gpu_file(what: str, device: str) -> Path:

@@ -18,18 +18,16 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanokit.errors import ModelFileError
 from nanokit.gguf import types
+from nanokit.gguf.cursor import ALIGNMENT, COUNTS, KEYS, PLACES, SIZE, TENSORS, U32, U64, Cursor
 from nanokit.gguf.mapping import map_file, refuse_foreign
 
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _LEAST_INFO = 8 + 1 + 4 + 8 + 4 + 8  # a name of one byte, one dimension
 _LEAST_PAIR = 8 + 1 + 4 + 1  # a key of one byte, a value of one byte
-_AGAIN = "the file is damaged or incomplete: download it again"
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,22 @@ class TensorInfo:
     file: Path
 
 
+class ValueKind(NamedTuple):
+    """As what the file stores a value: "UINT32", "STRING", …; element: of an array, "" otherwise."""
+
+    type: str
+    element: str = ""
+
+
 @dataclass(frozen=True)
 class Header:
-    """One file's metadata and tensor table, with the map that the tensors lie in."""
+    """One file's metadata and tensor table, with the map that the tensors lie in. kinds: of the metadata's values."""
 
     path: Path
     version: int
     alignment: int
     metadata: dict[str, Any]
+    kinds: dict[str, ValueKind]
     tensors: dict[str, TensorInfo]
     mapped: mmap.mmap
 
@@ -64,65 +70,27 @@ def read_header(path: Path) -> Header:
     """Map and check one file. Raises ModelFileError for anything but a sound GGUF file of version 2 or 3."""
     mapped = map_file(path)
     refuse_foreign(path, mapped)
-    cursor = _Cursor(path, mapped)
+    cursor = Cursor(path, mapped)
     version = _read_version(cursor)
+    cursor.part = COUNTS
     n_tensors = cursor.count("the number of tensors", least_bytes=_LEAST_INFO)
     n_pairs = cursor.count("the number of metadata keys", least_bytes=_LEAST_PAIR)
-    metadata, alignment = _read_metadata(cursor, n_pairs)
-    tensors = _read_tensors(cursor, n_tensors, alignment)
-    return Header(path, version, alignment, metadata, tensors, mapped)
+    cursor.part = KEYS
+    metadata, kinds = _read_metadata(cursor, n_pairs)
+    cursor.part = ALIGNMENT
+    alignment = _checked_alignment(cursor, metadata, kinds)
+    cursor.part = TENSORS
+    entries = _read_tensors(cursor, n_tensors)
+    cursor.part = PLACES
+    tensors = _placed(cursor, entries, alignment)
+    return Header(path, version, alignment, metadata, kinds, tensors, mapped)
 
 
-class _Cursor:
-    """A place in the mapped file. Each step checks that the bytes are there."""
-
-    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
-        self.path, self.mapped, self.size = path, mapped, len(mapped)
-        self.at = 0
-        self.elements_left = types.MAX_ELEMENTS
-
-    def fail(self, what: str, found: object, needed: object, do: str = _AGAIN) -> NoReturn:
-        raise ModelFileError(f"{self.path}: {what}", found=found, needed=needed, do=do)
-
-    def need(self, n: int, what: str) -> int:
-        """Step over n bytes and return where they begin."""
-        begin = self.at
-        if n > self.size - begin:
-            self.fail(
-                f"the header ends inside {what}",
-                found=f"{self.size - begin} bytes left of a file of {self.size}",
-                needed=f"{n} bytes",
-            )
-        self.at = begin + n
-        return begin
-
-    def number(self, layout: struct.Struct, what: str) -> Any:
-        return layout.unpack_from(self.mapped, self.need(layout.size, what))[0]
-
-    def count(self, what: str, least_bytes: int) -> int:
-        """A u64 count of things of which each takes at least `least_bytes`."""
-        n: int = self.number(_U64, what)
-        most = min(types.MAX_ENTRIES, self.size // least_bytes)
-        if n > most:
-            self.fail(f"{what} is impossible", found=n, needed=f"at most {most} in a file of {self.size} bytes")
-        return n
-
-    def string(self, what: str, longest: int | None = None) -> str:
-        n: int = self.number(_U64, f"the length of {what}")
-        if longest is not None and not 0 < n <= longest:
-            self.fail(f"the length of {what} is out of range", found=n, needed=f"1 to {longest} bytes")
-        begin = self.need(n, what)
-        try:
-            return str(self.mapped[begin : begin + n], "utf-8")
-        except UnicodeDecodeError as error:
-            self.fail(f"{what} is not UTF-8", found=str(error.reason), needed="UTF-8 text, as the format demands")
-
-
-def _read_version(cursor: _Cursor) -> int:
+def _read_version(cursor: Cursor) -> int:
     cursor.need(len(types.MAGIC), "the first four bytes")
-    version: int = cursor.number(_U32, "the version")
+    version: int = cursor.number(U32, "the version")
     if version not in types.VERSIONS:
-        if int.from_bytes(_U32.pack(version), "big") in types.VERSIONS:
+        if int.from_bytes(U32.pack(version), "big") in types.VERSIONS:
             cursor.fail(
                 "the file is big-endian",
                 found="numbers with the highest byte first",
@@ -138,57 +106,60 @@ def _read_version(cursor: _Cursor) -> int:
     return version
 
 
-def _read_metadata(cursor: _Cursor, n_pairs: int) -> tuple[dict[str, Any], int]:
-    """All keys, and the alignment, which decides where the data begins."""
+def _read_metadata(cursor: Cursor, n_pairs: int) -> tuple[dict[str, Any], dict[str, ValueKind]]:
+    """All keys, and what kind of value each has."""
     metadata: dict[str, Any] = {}
-    alignment = types.DEFAULT_ALIGNMENT
+    kinds: dict[str, ValueKind] = {}
     for i in range(n_pairs):
         key = cursor.string(f"metadata key {i + 1} of {n_pairs}", types.MAX_KEY_BYTES)
         what = f"metadata key {key!r}"
         if key in metadata:
             cursor.fail(f"{what} is there twice", found="a second entry", needed="one entry")
-        type_id: int = cursor.number(_U32, f"the type of {what}")
-        metadata[key] = _read_value(cursor, what, type_id)
-        if key == "general.alignment":
-            alignment = _checked_alignment(cursor, type_id, metadata[key])
-    return metadata, alignment
+        metadata[key], kinds[key] = _read_value(cursor, what)
+    return metadata, kinds
 
 
-def _checked_alignment(cursor: _Cursor, type_id: int, value: Any) -> int:
-    if type_id != types.UINT32 or value == 0 or value & (value - 1):
+def _checked_alignment(cursor: Cursor, metadata: dict[str, Any], kinds: dict[str, ValueKind]) -> int:
+    """It decides where the data begins."""
+    value = metadata.get("general.alignment", types.DEFAULT_ALIGNMENT)
+    kind = kinds.get("general.alignment", ValueKind("UINT32"))
+    if kind.type != "UINT32" or value == 0 or value & (value - 1):
         cursor.fail(
             "general.alignment is unusable",
-            found=f"{value!r} of type {types.VALUE_NAMES[type_id]}",
+            found=f"{value!r} of type {kind.type}",
             needed="a power of two, of type UINT32",
         )
     return int(value)
 
 
-def _read_value(cursor: _Cursor, what: str, type_id: int) -> Any:
+def _read_value(cursor: Cursor, what: str) -> tuple[Any, ValueKind]:
+    type_id: int = cursor.number(U32, f"the type of {what}")
     if type_id == types.STRING:
-        return cursor.string(what)
+        return cursor.string(what), ValueKind("STRING")
     if type_id == types.ARRAY:
         return _read_array(cursor, what)
     if type_id not in types.SCALARS:
         cursor.fail(f"{what} has an unknown type", found=type_id, needed="0 to 12, as GGUF numbers them")
-    value = cursor.number(types.SCALARS[type_id][1], what)
-    return _as_bool(cursor, what, value) if type_id == types.BOOL else value
+    name, layout = types.SCALARS[type_id]
+    value = cursor.number(layout, what)
+    return _as_bool(cursor, what, value) if type_id == types.BOOL else value, ValueKind(name)
 
 
-def _as_bool(cursor: _Cursor, what: str, value: int) -> bool:
+def _as_bool(cursor: Cursor, what: str, value: int) -> bool:
     if value > 1:
         cursor.fail(f"{what} is no truth value", found=value, needed="0 or 1")
     return value == 1
 
 
-def _read_array(cursor: _Cursor, what: str) -> list[Any]:
+def _read_array(cursor: Cursor, what: str) -> tuple[list[Any], ValueKind]:
     """A list of Python values; an empty one is allowed."""
-    type_id: int = cursor.number(_U32, f"the element type of {what}")
+    type_id: int = cursor.number(U32, f"the element type of {what}")
     if type_id != types.STRING and type_id not in types.SCALARS:
         name = types.VALUE_NAMES.get(type_id, f"type {type_id}")
         cursor.fail(f"{what} is an array of {name}", found=name, needed="numbers, truth values or strings")
-    n: int = cursor.number(_U64, f"the length of {what}")
-    least = _U64.size if type_id == types.STRING else types.SCALARS[type_id][1].size
+    kind = ValueKind("ARRAY", types.VALUE_NAMES[type_id])
+    n: int = cursor.number(U64, f"the length of {what}")
+    least = U64.size if type_id == types.STRING else types.SCALARS[type_id][1].size
     if n * least > cursor.size - cursor.at:
         cursor.fail(
             f"the array of {what} reaches past the end of the file",
@@ -203,15 +174,15 @@ def _read_array(cursor: _Cursor, what: str) -> list[Any]:
             needed=f"{types.MAX_ELEMENTS} in all arrays together",
         )
     if type_id == types.STRING:
-        return _read_strings(cursor, what, n)
+        return _read_strings(cursor, what, n), kind
     begin = cursor.need(n * least, what)
     values: list[Any] = np.frombuffer(cursor.mapped, types.SCALARS[type_id][1].format, n, begin).tolist()
-    return [_as_bool(cursor, what, value) for value in values] if type_id == types.BOOL else values
+    return [_as_bool(cursor, what, value) for value in values] if type_id == types.BOOL else values, kind
 
 
-def _read_strings(cursor: _Cursor, what: str, n: int) -> list[str]:
+def _read_strings(cursor: Cursor, what: str, n: int) -> list[str]:
     """The vocabulary's loop: `cursor.string` unrolled, as hundreds of thousands of calls would cost."""
-    mapped, size, at, length_at = cursor.mapped, cursor.size, cursor.at, _U64.unpack_from
+    mapped, size, at, length_at = cursor.mapped, cursor.size, cursor.at, U64.unpack_from
     strings: list[str] = []
     add = strings.append
     try:
@@ -230,46 +201,57 @@ def _read_strings(cursor: _Cursor, what: str, n: int) -> list[str]:
     return strings
 
 
-def _read_tensors(cursor: _Cursor, n_tensors: int, alignment: int) -> dict[str, TensorInfo]:
-    """All infos, then their places: the data begins after the last info, padded."""
-    entries: dict[str, tuple[types.TensorType, tuple[int, ...], int]] = {}
+_Entry = tuple[types.TensorType, tuple[int, ...], int]
+
+
+def _read_tensors(cursor: Cursor, n_tensors: int) -> dict[str, _Entry]:
+    """All infos: type, shape in numpy order, and offset from the start of the data."""
+    entries: dict[str, _Entry] = {}
     for i in range(n_tensors):
         name = cursor.string(f"the name of tensor {i + 1} of {n_tensors}", types.MAX_NAME_BYTES)
         what = f"tensor {name!r}"
         if name in entries:
             cursor.fail(f"{what} is there twice", found="a second entry", needed="one entry")
         entries[name] = _read_info(cursor, what)
+    return entries
+
+
+def _placed(cursor: Cursor, entries: dict[str, _Entry], alignment: int) -> dict[str, TensorInfo]:
+    """Their places in the file: the data begins after the last info, padded. All offsets are compared before all sizes,
+    so that a wrong offset is not taken for a short file."""
     data_begin = _padded(cursor.at, alignment)
-    tensors: dict[str, TensorInfo] = {}
+    sizes = {name: prod(shape) // kind.block_size * kind.block_bytes for name, (kind, shape, _) in entries.items()}
     expected = 0
-    for name, (kind, shape, offset) in entries.items():
+    for name, (_, _, offset) in entries.items():
         if offset != expected:
             cursor.fail(
                 f"tensor {name!r} is not where its predecessor ends",
                 found=f"offset {offset}",
                 needed=f"offset {expected} (no gap, no overlap, aligned to {alignment})",
             )
-        nbytes = prod(shape) // kind.block_size * kind.block_bytes
+        expected = _padded(offset + sizes[name], alignment)
+    cursor.part = SIZE
+    tensors: dict[str, TensorInfo] = {}
+    for name, (kind, shape, offset) in entries.items():
         left = max(0, cursor.size - data_begin - offset)
-        if nbytes > left:
+        if sizes[name] > left:
             cursor.fail(
                 f"the file ends before tensor {name!r} does",
                 found=f"{left} of its bytes (the file has {cursor.size})",
-                needed=f"{nbytes} bytes from byte {data_begin + offset} on",
+                needed=f"{sizes[name]} bytes from byte {data_begin + offset} on",
             )
-        tensors[name] = TensorInfo(name, kind.name, shape, data_begin + offset, nbytes, cursor.path)
-        expected = _padded(offset + nbytes, alignment)
+        tensors[name] = TensorInfo(name, kind.name, shape, data_begin + offset, sizes[name], cursor.path)
     return tensors
 
 
-def _read_info(cursor: _Cursor, what: str) -> tuple[types.TensorType, tuple[int, ...], int]:
+def _read_info(cursor: Cursor, what: str) -> _Entry:
     """Type, shape in numpy order, and offset from the start of the data, of one tensor."""
-    n_dims: int = cursor.number(_U32, f"the dimensions of {what}")
+    n_dims: int = cursor.number(U32, f"the dimensions of {what}")
     if not 1 <= n_dims <= types.MAX_DIMS:
         cursor.fail(f"{what} has an impossible number of dimensions", n_dims, f"1 to {types.MAX_DIMS}")
-    dims = [int(cursor.number(_U64, f"the dimensions of {what}")) for _ in range(n_dims)]
-    type_id: int = cursor.number(_U32, f"the type of {what}")
-    offset: int = cursor.number(_U64, f"the offset of {what}")
+    dims = [int(cursor.number(U64, f"the dimensions of {what}")) for _ in range(n_dims)]
+    type_id: int = cursor.number(U32, f"the type of {what}")
+    offset: int = cursor.number(U64, f"the offset of {what}")
     shape = tuple(reversed(dims))
     if 0 in dims or prod(dims) >= 1 << 63:
         cursor.fail(f"{what} has impossible dimensions", shape, "dimensions above 0, below 2**63 weights in all")

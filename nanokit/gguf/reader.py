@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from nanokit.errors import ModelFileError
-from nanokit.gguf.header import TensorInfo
+from nanokit.gguf.header import TensorInfo, ValueKind
 from nanokit.gguf.shards import read_shards
 from nanokit.quant.formats import FORMATS, QTensor, dequantize
 
@@ -33,13 +33,15 @@ class GGUFFile:
     """A checked GGUF model, of one file or several.
 
     path: the file that was opened; files: all of its shards, in order. metadata: Python numbers, strings,
-    booleans and lists, of the first shard. tensors: by name, in the order of the files. alignment: of the
-    first shard, in bytes. The files stay mapped for as long as this object or an array from `raw` lives.
+    booleans and lists, of the first shard; kinds: as what they are stored there. tensors: by name, in the order
+    of the files. alignment: of the first shard, in bytes. The files stay mapped for as long as this object or an
+    array from `raw` lives.
     """
 
     path: Path
     files: tuple[Path, ...]
     metadata: dict[str, Any]
+    kinds: dict[str, ValueKind]
     tensors: dict[str, TensorInfo]
     alignment: int
     _maps: dict[Path, mmap.mmap] = field(repr=False)
@@ -57,6 +59,7 @@ class GGUFFile:
             path=path,
             files=tuple(header.path for header in headers),
             metadata=headers[0].metadata,
+            kinds=headers[0].kinds,
             tensors={name: info for header in headers for name, info in header.tensors.items()},
             alignment=headers[0].alignment,
             _maps={header.path: header.mapped for header in headers},

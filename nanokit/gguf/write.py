@@ -1,87 +1,136 @@
-"""A GGUF file that is another one with some tensors replaced, by the gguf library's writer.
+"""Writing GGUF files, by the gguf library's writer: a whole new one, or a copy with something replaced.
 
-Metadata is copied key by key, in the file's own types (but for empty arrays, which the library cannot write), unless
-another value is given; tensors that are not replaced are copied byte for byte. The new file is written beside its place
-and renamed when it is complete.
+Tensors are made one at a time, while the file is written: a model of many gigabytes costs the memory of its largest
+matrix. A copy keeps metadata key by key, in the file's own types (but for empty arrays, which the library cannot
+write), and tensors byte for byte. The library's reader was rejected for the copy: it takes seconds for a vocabulary.
 """
 
-import os
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nanokit.errors import ModelFileError
+from nanokit.gguf import types
+from nanokit.gguf.header import ValueKind
+from nanokit.gguf.reader import GGUFFile
+from nanokit.paths import replacing
 
-FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "MXFP4": 38}  # llama.cpp's LLAMA_FTYPE_MOSTLY_…
+_GEOMETRY = {each.name: each for each in types.TENSOR_TYPES.values()}
+# llama.cpp's LLAMA_FTYPE_… of a file whose matrices are mostly of a type.
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32, "MXFP4": 38}
+
+
+class Key(NamedTuple):
+    """A metadata value, and as what it is stored."""
+
+    kind: ValueKind
+    value: Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written. type: GGML name; shape: of its weights, in numpy order; make: gives its data when it is
+    written, any array of `nbytes` bytes in the order of the file."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        geometry = _GEOMETRY[self.type]
+        return prod(self.shape) // geometry.block_size * geometry.block_bytes
+
+
+def write_gguf(target: Path, keys: Mapping[str, Key], entries: Iterable[Entry]) -> None:
+    """Write `target` with this metadata and these tensors, in this order; an existing file is replaced at the end.
+
+    keys: "general.architecture" among them; "general.alignment" (32 without it) is honoured. Raises OSError for a place
+    that cannot be written, ValueError, from the library, for values that are not of their kind.
+    """
+    import gguf  # takes half a second
+
+    entries = list(entries)
+    with replacing(target) as scratch:
+        writer = gguf.GGUFWriter(scratch, str(keys["general.architecture"].value))
+        for name, (kind, value) in keys.items():
+            if name == "general.alignment":
+                writer.add_custom_alignment(value)
+            elif name != "general.architecture" and not (kind.type == "ARRAY" and not value):
+                element = gguf.GGUFValueType[kind.element] if kind.element else None
+                writer.add_key_value(name, value, gguf.GGUFValueType[kind.type], sub_type=element)
+        for each in entries:
+            _announce(writer, each)
+        level = logging.getLogger("gguf.gguf_writer").level
+        logging.getLogger("gguf.gguf_writer").setLevel(max(level, logging.WARNING))  # it counts tensors aloud
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for each in entries:
+                writer.write_tensor_data(np.ascontiguousarray(each.make()).reshape(-1).view(np.uint8))
+        finally:
+            logging.getLogger("gguf.gguf_writer").setLevel(level)
+            writer.close()
+
+
+def _announce(writer: Any, entry: Entry) -> None:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[entry.type]
+    # A dtype that is not that of bytes keeps the library from taking the shape for one in bytes.
+    writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=kind)
+
+
+def copied(source: GGUFFile) -> tuple[dict[str, Key], dict[str, Entry]]:
+    """Everything in a file, to be written again: what is not changed stays byte for byte."""
+    keys = {name: Key(source.kinds[name], value) for name, value in source.metadata.items()}
+    entries = {
+        name: Entry(name, info.type, info.shape, lambda name=name: source.raw(name))  # type: ignore[misc]
+        for name, info in source.tensors.items()
+    }
+    return keys, entries
 
 
 def rewrite(
     source: Path,
     target: Path,
-    replaced: Mapping[str, tuple[str, np.ndarray]],
-    keys: Mapping[str, tuple[str, Any]] | None = None,
+    replaced: Mapping[str, Entry | None],
+    keys: Mapping[str, Key | None] | None = None,
 ) -> None:
-    """Write `target`: `source` with the tensors `replaced` = {name: (GGML type, its blocks as uint8 [rows, bytes], or
-    float32 values for F32)}, and the metadata `keys` = {name: (GGUF value type, such as "UINT32", and value)}.
+    """Write `target`: the file `source` with these tensors and this metadata in place of its own; None leaves one out,
+    and what the file does not have yet comes last. What a file says of its own
+    type becomes that of most of the replaced bytes.
 
-    Raises ModelFileError for a sharded source, OSError for a place that cannot be written. An existing file is replaced
-    at the end.
+    Raises ModelFileError for a source that is damaged or one of several shards, otherwise as `write_gguf`.
     """
-    import gguf  # takes half a second
-
-    reader = gguf.GGUFReader(source)
-    if "split.count" in reader.fields:
+    file = GGUFFile.open(source)
+    if len(file.files) > 1:
         raise ModelFileError(
             f"{source.name} is one of several shards", needed="a model in one file", do="merge its shards first"
         )
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    writer = gguf.GGUFWriter(scratch, reader.fields["general.architecture"].contents())
-    try:
-        _copy_metadata(reader, writer, _main_type(replaced), keys or {})
-        for tensor in reader.tensors:
-            data: Any = tensor.data
-            kind = tensor.tensor_type
-            if tensor.name in replaced:
-                name, data = replaced[tensor.name]
-                kind = gguf.GGMLQuantizationType[name]
-            writer.add_tensor(tensor.name, data, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
+    new_keys, entries = copied(file)
+    file_type = main_type(each for each in replaced.values() if each)
+    if file_type is not None:
+        if "general.file_type" in new_keys:
+            new_keys["general.file_type"] = Key(ValueKind("UINT32"), file_type)
+        # the format wants it beside quantized tensors
+        new_keys.setdefault("general.quantization_version", Key(ValueKind("UINT32"), 2))
+    new_keys |= keys or {}  # type: ignore[arg-type]
+    entries |= replaced  # type: ignore[arg-type]
+    write_gguf(target, {k: v for k, v in new_keys.items() if v}, (each for each in entries.values() if each))
 
 
-def _copy_metadata(reader: Any, writer: Any, file_type: int | None, keys: Mapping[str, tuple[str, Any]]) -> None:
-    import gguf
-
-    for name, (kind, value) in keys.items():
-        writer.add_key_value(name, value, gguf.GGUFValueType[kind])
-
-    if "general.quantization_version" not in reader.fields and file_type is not None:
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)  # the format wants it beside quantized tensors
-    for field in reader.fields.values():
-        if field.name == "general.architecture" or field.name.startswith("GGUF.") or field.name in keys:
-            continue  # the writer's own, or written above
-        value = field.contents()
-        if isinstance(value, list) and not value:
-            continue
-        if field.name == "general.file_type" and file_type is not None:
-            value = file_type
-        if field.name == "general.alignment":
-            writer.add_custom_alignment(value)
-            continue
-        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, value, field.types[0], sub_type=inner)
-
-
-def _main_type(replaced: Mapping[str, tuple[str, np.ndarray]]) -> int | None:
-    """What the file calls itself: the type that most of the replaced bytes have."""
+def main_type(entries: Iterable[Entry]) -> int | None:
+    """What a file of these tensors calls itself: the type that most of their bytes have. None for a type without a
+    number, and for no tensors."""
     sizes: dict[str, int] = {}
-    for name, data in replaced.values():
-        sizes[name] = sizes.get(name, 0) + data.nbytes
+    for each in entries:
+        sizes[each.type] = sizes.get(each.type, 0) + each.nbytes
     return FILE_TYPES.get(max(sizes, key=sizes.__getitem__)) if sizes else None

@@ -32,7 +32,7 @@ from filelock import FileLock
 
 from nanokit.errors import NanokitError
 from nanokit.lab.result import Result
-from nanokit.paths import PACKAGE, cache_dir, notebooks_dir, runs_dir
+from nanokit.paths import PACKAGE, cache_dir, notebooks_dir, replacing, runs_dir
 
 SCHEMA = "nanokit.run/1"
 PART_VARIABLE = "NANOKIT_RECORD"
@@ -235,10 +235,5 @@ def write_atomically(path: Path, text: str) -> None:
         with path.open("w", encoding="utf-8") as sink:
             sink.write(text)
         return
-    path = path.resolve()
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path.resolve()) as scratch:
         scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)

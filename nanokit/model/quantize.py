@@ -10,21 +10,19 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 
 from nanokit.errors import NanokitError, ParameterError
 from nanokit.gguf.write import rewrite
 from nanokit.model import saved
 from nanokit.model.calibrate import Progress, windows_in
+from nanokit.model.export import entry_of
 from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource
-from nanokit.quant.ggml import GGML_FORMATS, to_blocks
+from nanokit.quant.ggml import GGML_FORMATS
 from nanokit.quant.policy import BY_TEXT, DEFAULT, FLOAT_HEAD, Policy, parse_policy
 
-Replaced = dict[str, tuple[str, np.ndarray]]
 IN_GGUF = (*GGML_FORMATS, "mxfp4")
 LEAST_TEXT = 64  # tokens of a calibration text
 
@@ -82,7 +80,8 @@ def quantize(
     )
     try:
         if isinstance(source, GGUFSource) and in_gguf:
-            rewrite(source.file.path, path, _blocks(found, source))
+            changed = [*found.choices, *found.made.vectors]
+            rewrite(source.file.path, path, {name: entry_of(found, name, name) for name in changed})
         else:
             saved.write(found, path, found.policy.name)
     except (SafetensorError, OSError) as error:
@@ -147,26 +146,6 @@ def _texts(source: ModelSource, path: Path, policy: Policy) -> list[list[int]]:
             needed=f"at least {LEAST_TEXT}, better thousands, like the texts that the model is going to see",
         )  # fmt: skip
     return windows
-
-
-def _blocks(found: Requantized, source: GGUFSource) -> Replaced:
-    """The tensors that are replaced, as GGUF keeps them. q and k go back into the row order of llama files."""
-    replaced: Replaced = {}
-    for name in found.choices:
-        q = found.matrix(name)
-        blocks = to_blocks(q).reshape(q.shape[0], -1)
-        if heads := source.interleaved_heads(name):
-            blocks = np.ascontiguousarray(interleaved(blocks, heads))
-        replaced[name] = (q.format.upper(), blocks)
-    for name, vector in found.made.vectors.items():
-        replaced[name] = ("F32", vector.to(torch.float32).numpy())
-    return replaced
-
-
-def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """From half-split to interleaved rope order: the inverse of `source.unpermute`. rows: [heads * head_dim, …]."""
-    halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
-    return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _written(path: Path, found: Requantized, source: ModelSource) -> Written:

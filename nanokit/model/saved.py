@@ -15,7 +15,6 @@ place and renamed. No pickle, no code.
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +33,7 @@ from nanokit.model.config_gguf import config_from_gguf
 from nanokit.model.source import DESCRIPTIONS, FLOATS, ModelSource, check_vocabulary
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.weights import Stored
+from nanokit.paths import replacing
 from nanokit.quant.qtensor import QTensor
 from nanokit.quant.storage import SCALE_KINDS, Entry, Parts, check_entry, entry_of, parts_of, restore
 
@@ -60,15 +60,11 @@ def write(source: ModelSource, path: Path, policy: str) -> None:
         for part, values in parts_of(q).items():
             tensors[name + MARK + part] = torch.from_numpy(np.ascontiguousarray(values))
     header = {"schema": SCHEMA, "policy": policy, "source": source.name, "entries": entries, **source.facts()}
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as scratch:
         scratch.touch()
         mode = scratch.stat().st_mode  # as any new file here; the library makes its own readable by the owner alone
         save_file(tensors, scratch, {"format": "pt", "nanokit": json.dumps(header)})
         scratch.chmod(mode)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _as_stored(tensor: Tensor, kind: str) -> Tensor:

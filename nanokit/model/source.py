@@ -111,11 +111,11 @@ class GGUFSource:
 
     def tensor(self, name: str) -> Tensor:
         rows = torch.from_numpy(self.file.tensor(name))
-        heads = self.interleaved_heads(name)
+        heads = interleaved_heads(self.config, name)
         return unpermute(rows, heads) if heads else rows
 
     def quantized(self, name: str, first: int, end: int) -> QTensor | None:
-        heads = self.interleaved_heads(name)
+        heads = interleaved_heads(self.config, name)
         if not heads:
             return self.file.quantized(name, first, end)
         per_head = self.stored[name].shape[0] // heads
@@ -131,13 +131,14 @@ class GGUFSource:
         q = replace(q, codes=in_order(q.codes), scales=in_order(q.scales), minimums=minimums)
         return q.rows(first - begin, end - begin)
 
-    def interleaved_heads(self, name: str) -> int:
-        """The heads of a tensor whose rows stand in interleaved rope order, as llama's q and k do; 0 for others."""
-        if self.config.architecture == "llama":
-            for part, heads in ((".attn_q.", self.config.num_heads), (".attn_k.", self.config.num_kv_heads)):
-                if part in name:
-                    return heads
-        return 0
+
+def interleaved_heads(config: ModelConfig, name: str) -> int:
+    """Heads of a tensor (by its GGUF name) whose rows a llama file keeps in interleaved rope order; 0 for others."""
+    if config.architecture == "llama":
+        for part, heads in ((".attn_q.", config.num_heads), (".attn_k.", config.num_kv_heads)):
+            if part in name:
+                return heads
+    return 0
 
 
 def check_vocabulary(name: str, tokenizer: Tokenizer, config: ModelConfig) -> None:

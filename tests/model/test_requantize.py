@@ -14,8 +14,9 @@ from tiny import compiled_model, save_tiny, save_tiny_gguf
 import nanokit
 from nanokit.errors import ModelFileError, NanokitError, ParameterError
 from nanokit.model import saved
+from nanokit.model.export import interleaved
 from nanokit.model.load import open_model
-from nanokit.model.quantize import interleaved, quantize
+from nanokit.model.quantize import quantize
 from nanokit.model.requantize import Requantized, named_roles, requantized
 from nanokit.model.source import unpermute
 from nanokit.model.weights import find_weights

@@ -13,11 +13,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from nanokit.errors import NanokitError, ParameterError
-from nanokit.gguf.header import read_header
-from nanokit.gguf.write import rewrite
+from nanokit.gguf.header import ValueKind, read_header
+from nanokit.gguf.write import Key, rewrite
 from nanokit.lab.experiments.alignment_params import LINE, AlignmentParams, AlignmentResult
 from nanokit.lab.experiments.kernel_params import opened
 from nanokit.lab.progress import Progress, Silent, stop_if
@@ -93,15 +92,15 @@ def header_remedy(
     return RemedyResult(p, metrics, settings={"model": source.name}, said=said)
 
 
-def _copies(source: GGUFSource) -> dict[str, dict[str, tuple[str, Any]]]:
+def _copies(source: GGUFSource) -> dict[str, dict[str, Key]]:
     """Keys to be written, by copy. Where the model has 32 heads already, it is 33: the point is another number."""
     name = source.file.metadata["general.architecture"]
     heads = 32 if source.config.num_heads != 32 else 33
     base = str(source.file.metadata.get(f"{name}.rope.freq_base", 10000.0))
     return {
         UNCHANGED: {},
-        f"head count {heads}": {f"{name}.attention.head_count": ("UINT32", heads)},
-        "rope base a string": {f"{name}.rope.freq_base": ("STRING", base)},
+        f"head count {heads}": {f"{name}.attention.head_count": Key(ValueKind("UINT32"), heads)},
+        "rope base a string": {f"{name}.rope.freq_base": Key(ValueKind("STRING"), base)},
     }
 
 
