@@ -1,0 +1,53 @@
+"""`nanokit model …`: what its actions are called, what `--help` says of them, and what they run."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_actions(model: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The actions of `nanokit model`."""
+    fetch = model.add_parser("fetch", help="download the default model once and print its path")
+    fetch.add_argument("--verify", action="store_true", help="hash a file that is already there")
+    fetch.set_defaults(command=_fetch)
+    synth = model.add_parser("synth", help="write random weights in the shapes of a model, to measure its speed here")
+    synth.add_argument("path", nargs="?", help="the file to write (default: NAME-TYPE-random.gguf, here)")
+    synth.add_argument("--like", required=True, metavar="NAME", help="such as qwen2-7b; a name unknown lists them")
+    synth.add_argument("--type", default="q4_1", help="of every matrix: q4_0, q4_1, q8_0, q4_k, … (%(default)s)")
+    synth.add_argument("--seed", type=int, default=0, help="equal seeds give equal files (%(default)s)")
+    synth.add_argument("--force", action="store_true", help="replace a file that is there already")
+    synth.set_defaults(command=_synth)
+
+    info = model.add_parser("info", help="what a model file is, and where its bytes lie")
+    info.add_argument("file", help="a .gguf file, a .safetensors file, or a folder of them")
+    info.add_argument("--compare", metavar="FILE", help="another file of the same model: where the bytes differ")
+    info.add_argument("--json", metavar="FILE", help="write every tensor's bytes there; - is standard output")
+    info.set_defaults(command=_info)
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from nanokit.model.fetch import TerminalProgress, fetch_default_model
+
+    with TerminalProgress() as progress:
+        path = fetch_default_model(progress=progress, verify=args.verify)
+    print(path)
+    return 0
+
+
+def _synth(args: argparse.Namespace) -> int:
+    from nanokit.model.fetch import TerminalProgress
+    from nanokit.model.synth import synthesize
+
+    path = Path(args.path or f"{args.like}-{args.type}-random.gguf".lower()).expanduser()
+    with TerminalProgress() as progress:
+        shown = progress if sys.stderr.isatty() else None
+        synthesize(args.like, args.type, path, seed=args.seed, force=args.force, progress=shown)
+    print("nanokit: the weights are random: measure speed with them; any text they write is noise", file=sys.stderr)
+    print(path)
+    return 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    from nanokit.lab import model_info
+
+    return model_info.main(args.file, args.compare, args.json)
