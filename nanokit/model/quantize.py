@@ -5,14 +5,13 @@ The end of the target's name says what it becomes: `.safetensors`, which holds e
 written: the file is renamed into place when it is complete.
 """
 
-import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from nanokit.errors import NanokitError, ParameterError
+from nanokit.errors import ParameterError
 from nanokit.gguf.write import rewrite
 from nanokit.model import saved
 from nanokit.model.calibrate import Progress, windows_in
@@ -20,6 +19,7 @@ from nanokit.model.export import entry_of
 from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource
+from nanokit.model.target import cannot_write, check_not_source, check_place, check_target
 from nanokit.quant.ggml import GGML_FORMATS
 from nanokit.quant.policy import BY_TEXT, DEFAULT, FLOAT_HEAD, Policy, parse_policy
 
@@ -57,24 +57,14 @@ def quantize(
     read.
     """
     path, chosen = Path(target).expanduser(), parse_policy(policy)
-    if path.suffix not in (".gguf", ".safetensors"):
-        raise ParameterError(
-            "the name of the new file says what it becomes", found=path.name, needed="….safetensors or ….gguf"
-        )
-    if path.exists() and (not force or path.is_dir()):
-        raise ParameterError(
-            f"{path.name} exists already", found=str(path), do="choose another name, or pass --force to replace a file"
-        )
+    check_target(path, suffixes=(".safetensors", ".gguf"), force=force)
     source = open_model(model)
-    if path.exists() and any(path.samefile(each) for each in source.files):
-        raise ParameterError(
-            f"{path.name} is a file of the model itself", found=str(path), do="write the new one under another name"
-        )
+    check_not_source(path, source.files)
     in_gguf = path.suffix == ".gguf"
     if in_gguf:
         _check_gguf(source, chosen)
     texts = None if calibration is None else _texts(source, Path(calibration), chosen)
-    _check_place(path)
+    check_place(path)
     found = requantized(
         source, chosen, calibration=texts, progress=progress, float_head="q8_0" if in_gguf else FLOAT_HEAD
     )
@@ -85,7 +75,7 @@ def quantize(
         else:
             saved.write(found, path, found.policy.name)
     except (SafetensorError, OSError) as error:
-        raise _cannot_write(path, str(error)) from error
+        raise cannot_write(path, str(error)) from error
     return _written(path, found, source)
 
 
@@ -107,23 +97,6 @@ def _check_gguf(source: ModelSource, policy: Policy) -> None:
             needed=f"formats of GGUF: {', '.join(IN_GGUF)}",
             do="choose one of them, or write a .safetensors file",
         )
-
-
-def _check_place(path: Path) -> None:
-    """Raise NanokitError where no file can be made: found at the end, it costs the whole work."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        scratch.touch()
-        scratch.unlink()
-    except OSError as error:
-        raise _cannot_write(path, error.strerror or str(error)) from error
-
-
-def _cannot_write(path: Path, found: str) -> NanokitError:
-    return NanokitError(
-        f"{path.name} cannot be written", found=found, needed=f"a folder with room for it: {path.parent}",
-        do="free space there, or choose another place",
-    )  # fmt: skip
 
 
 def _texts(source: ModelSource, path: Path, policy: Policy) -> list[list[int]]:

@@ -1,0 +1,53 @@
+"""The file that a command is going to write: whatever can be refused of its place is refused before any work is done.
+
+Found at the end, a folder that cannot be written costs the whole work; found never, a file of the model itself is lost.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from nanokit.errors import NanokitError, ParameterError
+
+
+def check_target(path: Path, *, suffixes: Sequence[str], force: bool, source_files: Iterable[Path] = ()) -> None:
+    """Raise ParameterError for a name that does not end as one of `suffixes`, for a file that is there already (unless
+    `force`), for a folder, and for one of `source_files`: what the new file is made from. Who does not know those yet
+    calls `check_not_source` when they are known."""
+    if path.suffix not in suffixes:
+        raise ParameterError(
+            "the name of the new file says what it becomes",
+            found=path.name,
+            needed=" or ".join(f"…{suffix}" for suffix in suffixes),
+        )
+    if path.exists() and (not force or path.is_dir()):
+        raise ParameterError(
+            f"{path.name} exists already", found=str(path), do="choose another name, or pass --force to replace a file"
+        )
+    check_not_source(path, source_files)
+
+
+def check_not_source(path: Path, source_files: Iterable[Path]) -> None:
+    """Raise ParameterError for one of the files that the new one is made from."""
+    if path.exists() and any(path.samefile(each) for each in source_files):
+        raise ParameterError(
+            f"{path.name} is a file of the model itself", found=str(path), do="write the new one under another name"
+        )
+
+
+def check_place(path: Path) -> None:
+    """Raise NanokitError where no file can be made."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        scratch.touch()
+        scratch.unlink()
+    except OSError as error:
+        raise cannot_write(path, error.strerror or str(error)) from error
+
+
+def cannot_write(path: Path, found: str) -> NanokitError:
+    """What is raised for a place where a file could not be made, or not be finished."""
+    return NanokitError(
+        f"{path.name} cannot be written", found=found, needed=f"a folder with room for it: {path.parent}",
+        do="free space there, or choose another place",
+    )  # fmt: skip
