@@ -1,15 +1,16 @@
 """A model whose matrices are quantized on their way out of its file, as a policy says.
 
 `Requantized` is a source like any other: backends bind it, `nanokit.load(policy=…)` runs it, `nanokit quantize` writes
-what it gives. A matrix is read and rounded when a backend asks for it, so that a policy costs no memory. Matrices that
-take a text in view (awq, gptq, smooth) are rounded together, when the first weight is asked for, and kept, a byte a
-weight. Everything that can be refused is refused before that: a group that does not divide the columns names the
-matrices and what would fit.
+what it gives. A matrix is read and rounded (to codes, or to a type of floats) when a backend asks for it, so that a
+policy costs no memory. Matrices that take a text in view (awq, gptq, smooth) are rounded together, when the first
+weight is asked for, and kept, a byte a weight. Everything that can be refused is refused before that: a group that does
+not divide the columns names the matrices and what would fit.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from nanokit.errors import ModelFileError, ParameterError
 from nanokit.kernels.packable import matrices
 from nanokit.model.allocate import resolve
 from nanokit.model.calibrate import Calibrated, Progress, calibrated, default_calibration
-from nanokit.model.source import ModelSource
+from nanokit.model.source import FLOATS, ModelSource
 from nanokit.model.weights import GLOBAL_NAMES, Matrix, Stored, Weights, find_weights
 from nanokit.quant.policy import ATTENTION, BY_TEXT, FEED_FORWARD, FLOAT_HEAD, ROLES, Choice, Policy, parse_policy
 from nanokit.quant.qtensor import Coding, QTensor
@@ -103,15 +104,16 @@ def choices_of(
     policy.check_layers(source.config.num_layers)
     roles = named_roles(weights)
     choices = {name: policy.choice(*role) for name, role in roles.items()}
-    choices = {name: choice for name, choice in choices.items() if choice.format is not None}
-    if choices and policy.named("head") is None:
+    choices = {name: choice for name, choice in choices.items() if choice != Choice()}
+    if any(choice.format for choice in choices.values()) and policy.named("head") is None:
         floats = (name for name, (role, _) in roles.items() if role == "head" and not source.stored[name].coding)
         choices |= {
             name: Choice(weight_format(float_head)) for name in floats if source.stored[name].shape[1] % 32 == 0
         }
     refused: dict[tuple[str, str], list[str]] = {}
     for name, choice in choices.items():
-        assert choice.format is not None
+        if choice.format is None:
+            continue
         if choice.method:
             check_searchable(choice.format)
         try:
@@ -166,8 +168,11 @@ class Requantized:
 
     def _entry(self, name: str, stored: Stored) -> Stored:
         choice = self.choices.get(name)
-        if choice is None or choice.format is None:
+        if choice is None:
             return stored
+        if choice.format is None:
+            kind = choice.floats.upper()
+            return replace(stored, nbytes=prod(stored.shape) * FLOATS[kind].itemsize, type=kind, coding=None)
         rounded, (rows, columns) = choice.format, stored.shape
         coding = Coding(rounded.code_range, rounded.table is not None, rounded.group_of(columns))
         nbytes = round(nominal_bits(rounded, stored.shape) * rows * columns / 8)
@@ -181,15 +186,19 @@ class Requantized:
             return self.made.vectors[name]
         if name not in self.choices:
             return self.base.tensor(name)
+        if kind := self.choices[name].floats:
+            return _narrowed(name, self.base.tensor(name), kind)
         return torch.from_numpy(self.matrix(name).dequantize())
 
     def quantized(self, name: str, first: int, end: int) -> QTensor | None:
         if name not in self.choices:
             return self.base.quantized(name, first, end)
+        if self.choices[name].floats:
+            return None
         return self.matrix(name).rows(first, end)
 
     def matrix(self, name: str) -> QTensor:
-        """A matrix that the policy changes, whole. The latest is kept: backends ask for one some rows at a time."""
+        """A matrix that the policy gives codes, whole. The latest is kept: backends ask for one some rows at a time."""
         if name in self.made.matrices:
             return self.made.matrices[name]
         if self._latest is None or self._latest[0] != name:
@@ -215,6 +224,19 @@ class Requantized:
                 span = min(low for low, _ in reaches), max(high for _, high in reaches)
                 self._spans |= {matrix.name: span for matrix in group}
         return self._spans[name]
+
+
+def _narrowed(name: str, weights: Tensor, kind: str) -> Tensor:
+    """The values, in fp32, that a type of floats keeps of these. Raises ParameterError for one beyond its range."""
+    kept = weights.to(FLOATS[kind.upper()]).float()
+    if not kept.isfinite().all():
+        raise ParameterError(
+            f"{name} holds a weight beyond the range of {kind}",
+            found=f"{float(weights.abs().max()):g}",
+            needed=f"at most {torch.finfo(FLOATS[kind.upper()]).max:g}",
+            do="choose bf16 or f32 for this matrix",
+        )
+    return kept
 
 
 def sharing(rounded: WeightFormat, weights: Weights, choices: Mapping[str, Choice]) -> list[list[Matrix]]:

@@ -122,6 +122,13 @@ def _sites(module: nn.Module, policy: str | Policy) -> list[_Site]:
             needed="a method that looks at weights alone: none, or +search",
             do="quantize the model with nanokit.load(policy=…) or nanokit quantize, which have a text",
         )
+    if floats := {rule.choice.floats for rule in chosen.rules if rule.choice.floats}:
+        raise ParameterError(
+            f"policy {chosen.name} is about floats, and a module's layers are floats already",
+            found=", ".join(sorted(floats)),
+            needed="formats with codes, or keep",
+            do="convert parameters with torch: module.half(), module.bfloat16()",
+        )
     sites, layers = [], 0
     tied = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     found = located(module, *KINDS)

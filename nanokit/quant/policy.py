@@ -6,13 +6,15 @@
     mix:attn=nvfp4,ffn=nvfp4,head=q8_0                 … and the head; what is not named stays as it is stored
     nvfp4;down=int8-sym-g32;0-3.ffn=q8_0;5.q=keep      overrides: role or class, of all or of some layers
     auto:4.25                                          formats chosen by measured sensitivity, so many bits a weight
+    f32, f16, bf16                                     floats of this type, head and embedding too; q4_0;head=f16
     keep                                               everything as it is stored
 
 The last override that fits a matrix wins. Head and embedding, which `head` names together, stay as they are stored
 unless it is named: they are the most sensitive matrices, and a large part of a small model's bytes. Floats among them
-become int8-sym-g32, for kernels run codes (`head=keep` leaves the floats, and runs at the speed of torch). Norms and
-biases are never quantized. `auto` says how much, not what: `nanokit.model.allocate` turns it into a policy of this
-grammar by measuring a model.
+become int8-sym-g32, for kernels run codes (`head=keep` leaves the floats, and runs at the speed of torch). But a policy
+that begins with a type of floats takes them too: it is there to undo a quantization, and a head in codes would not be
+undone. Norms and biases are never quantized. `auto` says how much, not what: `nanokit.model.allocate` turns it into a
+policy of this grammar by measuring a model.
 
 Rejected: regular expressions over tensor names (each file format has its own names, and a typing error matches nothing
 in silence), and a file of settings (a policy should fit into a table's cell).
@@ -32,25 +34,28 @@ METHODS = ("search", "awq", "gptq", "smooth")
 BY_TEXT = frozenset(METHODS) - {"search"}  # methods that look at a calibration text: nanokit.model.calibrate
 DEFAULT = "int4-sym-g32"  # group-wise everywhere, as measured (notebook 10)
 FLOAT_HEAD = "int8-sym-g32"
+FLOAT_TYPES = ("f32", "f16", "bf16")
 MOST_LAYERS = 10_000
 _SELECTOR = re.compile(r"(?:(\d{1,5})(?:-(\d{1,5}))?(?:\.(?=[a-z])|$))?([a-z]*)")
 _GRAMMAR = (
     "FORMAT, FORMAT+search, FORMAT+awq, FORMAT+gptq, FORMAT+smooth, mix:attn=FORMAT,ffn=FORMAT[,head=FORMAT], "
-    "auto:BITS or keep; overrides after ';', such as down=q8_0, 0-3.ffn=int8-sym-g32 or 5.q=keep"
+    "f32, f16, bf16, auto:BITS or keep; overrides after ';', such as down=q8_0, 0-3.ffn=int8-sym-g32 or 5.q=keep"
 )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What happens to a matrix. format: None leaves it as it is stored. method: how it is rounded, "" to nearest."""
+    """What happens to a matrix. format: its codes. method: how it is rounded to them, "" to nearest. floats: one of
+    FLOAT_TYPES that it becomes instead of codes, or "". With neither it stays as it is stored."""
 
     format: WeightFormat | None = None
     method: str = ""
+    floats: str = ""
 
     @property
     def name(self) -> str:
         if self.format is None:
-            return "keep"
+            return self.floats or "keep"
         return self.format.name + (f"+{self.method}" if self.method else "")
 
 
@@ -116,8 +121,9 @@ def parse_policy(text: str) -> Policy:
         rules = [_rule(each, text, in_mix=True) for each in base.removeprefix("mix:").split(",")]
         name = "mix:" + ",".join(_spelled(rule) for rule in rules)
     else:
-        rules = [Rule("all", CLASSES["all"], None, _choice(base, text))]
-        name = rules[0].choice.name
+        choice = _choice(base, text)
+        rules = [Rule("all", ROLES if choice.floats else CLASSES["all"], None, choice)]
+        name = choice.name
     if bits is not None and overrides:
         raise ParameterError(f"policy {text!r}: auto takes no overrides", found=overrides[0], needed="auto:BITS alone")
     extra = [_rule(each, text) for each in overrides]
@@ -146,11 +152,20 @@ def _choice(text: str, policy: str) -> Choice:
         raise ParameterError(
             f"policy {policy!r}: unknown rounding method", found=method, needed=f"one of {', '.join(METHODS)}"
         )
+    if name in FLOAT_TYPES:
+        if plus:
+            raise ParameterError(
+                f"policy {policy!r}: floats are not rounded by a method", found=text, needed=name, do="leave it out"
+            )
+        return Choice(floats=name)
     try:
         return Choice(weight_format(name), method)
     except ParameterError as error:
         raise ParameterError(
-            f"policy {policy!r}: {error.what}", found=error.found, needed=error.needed, do=f"the grammar is {_GRAMMAR}"
+            f"policy {policy!r}: {error.what}",
+            found=error.found,
+            needed=f"{error.needed}; or {', '.join(FLOAT_TYPES)}",
+            do=f"the grammar is {_GRAMMAR}",
         ) from error
 
 

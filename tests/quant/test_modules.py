@@ -163,6 +163,7 @@ def test_a_layer_in_two_places_stays_one() -> None:
         ("int4-sym-g96", None, r"(?s)4 layers, and nothing.*o_proj.*64 columns.*g16, g32, g64"),
         ("int4-sym-g64", "inf", r"(?s)1 layer, and nothing.*layers.1.v_proj: weights are not all finite"),
         ("int4-sym-g64+gptq", None, "needs a calibration text"),
+        ("f16", None, "about floats"),
         ("auto:4.25", None, "resolved for a model first"),
         ("int4-sym-g64;down=nf4-dq+search", None, r"(?s)2 layers, and nothing.*down_proj.*nf4-dq"),
         ("int4-sym-g64;7.q=keep", None, "there is no layer 7"),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokit.errors import ParameterError
-from nanokit.quant.policy import CLASSES, METHODS, ROLES, parse_policy
+from nanokit.quant.policy import CLASSES, FLOAT_TYPES, METHODS, ROLES, parse_policy
 
 FORMATS = ("int4-sym-g64", "int8-sym-channel", "int4-asym-g32", "nvfp4", "nf4", "q4_1", "int4-sym-global")
 
@@ -44,6 +44,17 @@ def test_the_last_override_wins() -> None:
     assert policy.choice("up", 4).name == "nvfp4"
 
 
+def test_floats_take_the_head_too() -> None:
+    """A head left in codes would make "the model in floats" a file that is not. Named in an override, it is one role of
+    many."""
+    policy = parse_policy("F16;head=keep;0.down=q8_0")
+    assert [policy.choice(role, 0).name for role in ("q", "down", "head")] == ["f16", "q8_0", "keep"]
+    assert parse_policy("f32").choice("head").floats == "f32"
+    assert parse_policy("q4_0;down=f16").named("head") is None
+    assert parse_policy("mix:attn=bf16,ffn=f16").named("head") is None
+    assert parse_policy("f16").name == "f16"
+
+
 def test_one_spelling() -> None:
     """Two names of one policy would be two rows of a table."""
     names = {parse_policy(f"nvfp4;{rule}").name for rule in ("3-3.q=keep", "03.q = keep", "3.Q=keep")}
@@ -65,6 +76,9 @@ def test_auto_has_a_budget_and_no_choices_yet() -> None:
     ("text", "says"),
     [
         ("", "unknown weight format"),
+        ("f64", "f32, f16, bf16"),
+        ("f16+gptq", "not rounded by a method"),
+        ("q4_0;head=f32+search", "not rounded by a method"),
         ("int5-sym-g64", "nvfp4"),
         ("int4-sym-g64+magic", "search, awq, gptq, smooth"),
         ("int4-sym-g64;foo=q8_0", "attn, ffn, all"),
@@ -97,6 +111,7 @@ def test_a_layer_that_is_not_there() -> None:
 
 choices = st.one_of(
     st.just("keep"),
+    st.sampled_from(FLOAT_TYPES),
     st.builds(lambda f, m: f + m, st.sampled_from(FORMATS), st.sampled_from(["", *("+" + m for m in METHODS)])),
 )
 selectors = st.builds(
