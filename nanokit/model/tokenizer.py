@@ -25,10 +25,12 @@ class Tokenizer:
     """Encode, decode, stream and render chats for one model.
 
     Attributes: `vocab_size` (one more than the largest id), `bos_id`, `eos_ids` (every id that ends a
-    generation), `add_bos` (whether `encode` puts BOS first), `chat_template` (its source, or None).
+    generation), `add_bos` (whether `encode` puts BOS first), `chat_template` (its source, or None), `parts` (what it
+    is made of).
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
+        self.parts = parts
         self.vocab_size = parts.vocab_size
         self.bos_id = parts.bos_id
         self.eos_ids = parts.eos_ids

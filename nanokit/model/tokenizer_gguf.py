@@ -24,8 +24,8 @@ from tokenizers import Tokenizer as Backend
 from nanokit.errors import TokenizerError
 from nanokit.model.tokenizer_parts import TokenizerParts, frame_with
 
-# GGUF's token types (1 normal and 5 unused are ordinary vocabulary here).
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+# GGUF's token types (normal, unused and byte ones are ordinary vocabulary here).
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 # A file names one end-of-sequence id; a chat model ends its turn with one of these as well. Only control
 # tokens count, so that a base model's text is not cut short.
@@ -157,7 +157,7 @@ def _sentencepiece(
     """SentencePiece BPE: a space is a visible mark; each text between special tokens starts with one."""
     scores = _numbers(metadata, "scores", len(tokens))
     normal = [int(index) for index in np.flatnonzero(types == NORMAL)]
-    merges = _merges_by_score({tokens[index]: float(scores[index]) for index in normal}, vocab)
+    merges = merges_by_score({tokens[index]: float(scores[index]) for index in normal}, vocab)
     unk_token = tokens[unknown] if unknown is not None else None
     backend = Backend(models.BPE(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     prefixed = _flag(metadata, "add_space_prefix", True)
@@ -170,7 +170,7 @@ def _sentencepiece(
     return backend
 
 
-def _merges_by_score(scores: Mapping[str, float], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+def merges_by_score(scores: Mapping[str, float], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """The merges that SentencePiece's rule (join the pair whose whole scores best) implies, best first.
 
     One token can be joined from several pairs; they stand next to each other, longest left part first.
