@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tiny import compiled_model, save_tiny, save_tiny_gguf
+from tiny import compiled_model, save_tiny, save_tiny_gguf, tiny_model
 
 from nanokit.cli import main
 
@@ -30,6 +30,24 @@ def test_floats_are_quantized_for_the_first_time(tmp_path: Path, capsys: pytest.
     folder = save_tiny(tmp_path / "tiny", compiled_model("llama"))
     assert main(["quantize", str(folder), str(tmp_path / "a.safetensors"), "--policy", "nvfp4"]) == 0
     assert "second time" not in capsys.readouterr().err
+
+
+def test_floats_again_are_no_second_quantization(
+    gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is lost by it, and nothing comes back."""
+    assert main(["quantize", str(gguf), str(tmp_path / "f32.gguf"), "--policy", "f32"]) == 0
+    said = capsys.readouterr().err
+    assert "floats of quantized weights (Q8_0 before): what was lost stays lost" in said
+    assert "8.50 -> 32.00 bits" in said
+
+
+def test_matrices_that_no_block_divides_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is larger than its policy has to say why."""
+    source = save_tiny_gguf(tmp_path / "in.gguf", tiny_model("llama", tied=True))  # 60 columns
+    assert main(["quantize", str(source), str(tmp_path / "out.gguf"), "--policy", "q4_0"]) == 0
+    said = capsys.readouterr().err
+    assert "12 matrices became F16, for no block divides their columns: blk.0.attn_q.weight, " in said
 
 
 def test_a_policy_at_loading(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:

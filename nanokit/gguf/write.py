@@ -88,6 +88,19 @@ def _announce(writer: Any, entry: Entry) -> None:
     writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=kind)
 
 
+def open_whole(source: Path) -> GGUFFile:
+    """A model to be copied. Raises ModelFileError for a file that is damaged or one of several shards."""
+    file = GGUFFile.open(source)
+    if len(file.files) > 1:
+        raise ModelFileError(
+            f"{source.name} is one of several shards",
+            found=f"{len(file.files)} files",
+            needed="a model in one file",
+            do="merge its shards first",
+        )
+    return file
+
+
 def copied(source: GGUFFile) -> tuple[dict[str, Key], dict[str, Entry]]:
     """Everything in a file, to be written again: what is not changed stays byte for byte."""
     keys = {name: Key(source.kinds[name], value) for name, value in source.metadata.items()}
@@ -105,32 +118,29 @@ def rewrite(
     keys: Mapping[str, Key | None] | None = None,
 ) -> None:
     """Write `target`: the file `source` with these tensors and this metadata in place of its own; None leaves one out,
-    and what the file does not have yet comes last. What a file says of its own
-    type becomes that of most of the replaced bytes.
+    and what the file does not have yet comes last. A model in several shards becomes one file. Where tensors are
+    replaced, what the file says of its own type becomes that of most of its weights.
 
-    Raises ModelFileError for a source that is damaged or one of several shards, otherwise as `write_gguf`.
+    Raises ModelFileError for a source that is damaged, otherwise as `write_gguf`.
     """
-    file = GGUFFile.open(source)
-    if len(file.files) > 1:
-        raise ModelFileError(
-            f"{source.name} is one of several shards", needed="a model in one file", do="merge its shards first"
-        )
-    new_keys, entries = copied(file)
-    file_type = main_type(each for each in replaced.values() if each)
+    new_keys, entries = copied(GGUFFile.open(source))
+    new_keys = {name: key for name, key in new_keys.items() if not name.startswith("split.")}
+    entries |= replaced  # type: ignore[arg-type]
+    kept = [each for each in entries.values() if each]
+    file_type = main_type(kept) if replaced else None
     if file_type is not None:
         if "general.file_type" in new_keys:
             new_keys["general.file_type"] = Key(ValueKind("UINT32"), file_type)
         # the format wants it beside quantized tensors
         new_keys.setdefault("general.quantization_version", Key(ValueKind("UINT32"), 2))
     new_keys |= keys or {}  # type: ignore[arg-type]
-    entries |= replaced  # type: ignore[arg-type]
-    write_gguf(target, {k: v for k, v in new_keys.items() if v}, (each for each in entries.values() if each))
+    write_gguf(target, {k: v for k, v in new_keys.items() if v}, kept)
 
 
 def main_type(entries: Iterable[Entry]) -> int | None:
-    """What a file of these tensors calls itself: the type that most of their bytes have. None for a type without a
+    """What a file of these tensors calls itself: the type that most of their weights have. None for a type without a
     number, and for no tensors."""
     sizes: dict[str, int] = {}
     for each in entries:
-        sizes[each.type] = sizes.get(each.type, 0) + each.nbytes
+        sizes[each.type] = sizes.get(each.type, 0) + prod(each.shape)
     return FILE_TYPES.get(max(sizes, key=sizes.__getitem__)) if sizes else None

@@ -1,8 +1,9 @@
 """`nanokit quantize`: a model in, a smaller one out.
 
 The end of the target's name says what it becomes: `.safetensors`, which holds every format of the kit in one file
-(nanokit/model/saved.py), or `.gguf`, for formats that GGUF has and models that came from a GGUF file. Nothing is half
-written: the file is renamed into place when it is complete.
+(nanokit/model/saved.py), or `.gguf`, for formats that GGUF has and models that came from a GGUF file. There a matrix
+whose columns no block divides becomes F16, as llama.cpp makes it, and is named; rejected was to refuse it, for no other
+format of GGUF would fit it better. Nothing is half written: the file is renamed into place when it is complete.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource
 from nanokit.model.target import cannot_write, check_not_source, check_place, check_target
 from nanokit.quant.ggml import GGML_FORMATS
-from nanokit.quant.policy import BY_TEXT, DEFAULT, FLOAT_HEAD, Policy, parse_policy
+from nanokit.quant.policy import BY_TEXT, DEFAULT, FLOAT_HEAD, FLOAT_TYPES, Policy, parse_policy
 
 IN_GGUF = (*GGML_FORMATS, "mxfp4")
 LEAST_TEXT = 64  # tokens of a calibration text
@@ -30,7 +31,8 @@ LEAST_TEXT = 64  # tokens of a calibration text
 @dataclass(frozen=True)
 class Written:
     """What was written. nbytes: of the file; bits_before, bits_after: per weight of the matrices that the policy
-    changed, as both files keep them, scales included; before: what types they had."""
+    changed, as both files keep them, scales included; before, after: what types they had, and have; misfits: those of
+    them that became floats, for the format that was asked for has no block that divides their columns."""
 
     path: Path
     nbytes: int
@@ -38,6 +40,8 @@ class Written:
     bits_before: float
     bits_after: float
     before: tuple[str, ...]
+    after: tuple[str, ...]
+    misfits: tuple[str, ...]
 
 
 def quantize(
@@ -66,7 +70,12 @@ def quantize(
     texts = None if calibration is None else _texts(source, Path(calibration), chosen)
     check_place(path)
     found = requantized(
-        source, chosen, calibration=texts, progress=progress, float_head="q8_0" if in_gguf else FLOAT_HEAD
+        source,
+        chosen,
+        calibration=texts,
+        progress=progress,
+        float_head="q8_0" if in_gguf else FLOAT_HEAD,
+        misfit="f16" if in_gguf else "",
     )
     try:
         if isinstance(source, GGUFSource) and in_gguf:
@@ -81,11 +90,11 @@ def quantize(
 
 def _check_gguf(source: ModelSource, policy: Policy) -> None:
     """Raise ParameterError for what cannot become a GGUF file."""
-    if not isinstance(source, GGUFSource) or len(source.files) > 1:
+    if not isinstance(source, GGUFSource):
         raise ParameterError(
             "only a GGUF file can be quantized into a GGUF file",
-            found=f"{source.name}, {len(source.files)} files",
-            needed="a model in one .gguf file",
+            found=source.name,
+            needed="a .gguf file, or one of its shards",
             do="write a .safetensors file",
         )
     names = {rule.choice.format.name for rule in policy.rules if rule.choice.format}
@@ -94,7 +103,7 @@ def _check_gguf(source: ModelSource, policy: Policy) -> None:
         raise ParameterError(
             f"GGUF has no type for {', '.join(strangers)}",
             found=policy.name,
-            needed=f"formats of GGUF: {', '.join(IN_GGUF)}",
+            needed=f"formats of GGUF: {', '.join((*IN_GGUF, *FLOAT_TYPES))}",
             do="choose one of them, or write a .safetensors file",
         )
 
@@ -127,5 +136,6 @@ def _written(path: Path, found: Requantized, source: ModelSource) -> Written:
     before, after = (
         8 * sum(of.stored[name].nbytes for name in names) / weights if weights else 0.0 for of in (source, new)
     )
-    types = tuple(sorted({source.stored[name].type for name in names}))
-    return Written(path, path.stat().st_size, found.policy.name, before, after, types)
+    types, now = (tuple(sorted({of.stored[name].type for name in names})) for of in (source, new))
+    misfits = tuple(name for name, choice in found.choices.items() if choice.misfit)
+    return Written(path, path.stat().st_size, found.policy.name, before, after, types, now, misfits)

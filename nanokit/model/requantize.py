@@ -39,12 +39,14 @@ def requantized(
     calibration: list[list[int]] | None = None,
     progress: Progress | None = None,
     float_head: str = FLOAT_HEAD,
+    misfit: str = "",
 ) -> "Requantized":
     """`source` with its matrices as the policy says.
 
     calibration: token ids of the texts that awq, gptq, smooth and auto look at; None: a text of the kit's own.
     progress: called as (done, in all, what) while they do. float_head: what head and embedding become where they are
-    floats and the policy does not name them. `auto` measures the model here and now; the others round it when the first
+    floats and the policy does not name them. misfit: the type of floats for a matrix whose columns no group divides; ""
+    refuses it. `auto` measures the model here and now; the others round it when the first
     weight is asked for. Raises ParameterError for a policy that is wrong or does not fit the model's shapes.
     """
     chosen = parse_policy(policy) if isinstance(policy, str) else policy
@@ -55,7 +57,7 @@ def requantized(
 
     if chosen.auto_bits is not None:
         chosen = resolve(source, chosen.auto_bits, texts(), progress)
-    choices = choices_of(chosen, source, weights, float_head)
+    choices = choices_of(chosen, source, weights, float_head, misfit)
     if not chosen.methods & BY_TEXT:
         return Requantized(source, chosen, choices, None)
     return Requantized(source, chosen, choices, lambda: _by_text(source, weights, choices, texts(), progress))
@@ -97,10 +99,11 @@ def named_roles(weights: Weights) -> dict[str, tuple[str, int | None]]:
 
 
 def choices_of(
-    policy: Policy, source: ModelSource, weights: Weights, float_head: str = FLOAT_HEAD
+    policy: Policy, source: ModelSource, weights: Weights, float_head: str = FLOAT_HEAD, misfit: str = ""
 ) -> dict[str, Choice]:
     """The choice for every matrix that the policy changes, by its name in the file. Raises ParameterError for layers
-    that the model does not have, and for groups that do not divide: with the matrices that they do not fit."""
+    that the model does not have, and for groups that do not divide: with the matrices that they do not fit.
+    (float_head, misfit: see `requantized`.)"""
     policy.check_layers(source.config.num_layers)
     roles = named_roles(weights)
     choices = {name: policy.choice(*role) for name, role in roles.items()}
@@ -119,6 +122,9 @@ def choices_of(
         try:
             choice.format.group_of(source.stored[name].shape[1])
         except ParameterError as error:
+            if misfit:
+                choices[name] = Choice(floats=misfit, misfit=choice.format.name)
+                continue
             refused.setdefault((f"{choice.format.name} for {error.found}", str(error.needed)), []).append(name)
     if refused:
         raise ParameterError(

@@ -46,11 +46,13 @@ _GRAMMAR = (
 @dataclass(frozen=True)
 class Choice:
     """What happens to a matrix. format: its codes. method: how it is rounded to them, "" to nearest. floats: one of
-    FLOAT_TYPES that it becomes instead of codes, or "". With neither it stays as it is stored."""
+    FLOAT_TYPES that it becomes instead of codes, or "". With neither it stays as it is stored. misfit: of floats, the
+    format that was asked for where no group of it divides the columns."""
 
     format: WeightFormat | None = None
     method: str = ""
     floats: str = ""
+    misfit: str = ""
 
     @property
     def name(self) -> str:
