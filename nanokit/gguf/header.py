@@ -78,7 +78,7 @@ def read_header(path: Path) -> Header:
     cursor.part = KEYS
     metadata, kinds = _read_metadata(cursor, n_pairs)
     cursor.part = ALIGNMENT
-    alignment = _checked_alignment(cursor, metadata, kinds)
+    alignment = _checked_alignment(cursor, metadata, kinds, n_tensors)
     cursor.part = TENSORS
     entries = _read_tensors(cursor, n_tensors)
     cursor.part = PLACES
@@ -119,8 +119,8 @@ def _read_metadata(cursor: Cursor, n_pairs: int) -> tuple[dict[str, Any], dict[s
     return metadata, kinds
 
 
-def _checked_alignment(cursor: Cursor, metadata: dict[str, Any], kinds: dict[str, ValueKind]) -> int:
-    """It decides where the data begins."""
+def _checked_alignment(cursor: Cursor, metadata: dict[str, Any], kinds: dict[str, ValueKind], n_tensors: int) -> int:
+    """It decides where the data begins; where there are data, that cannot be behind the file's end."""
     value = metadata.get("general.alignment", types.DEFAULT_ALIGNMENT)
     kind = kinds.get("general.alignment", ValueKind("UINT32"))
     if kind.type != "UINT32" or value == 0 or value & (value - 1):
@@ -129,6 +129,8 @@ def _checked_alignment(cursor: Cursor, metadata: dict[str, Any], kinds: dict[str
             found=f"{value!r} of type {kind.type}",
             needed="a power of two, of type UINT32",
         )
+    if n_tensors and value > cursor.size:
+        cursor.fail("general.alignment is larger than the file", found=value, needed=f"at most {cursor.size}")
     return int(value)
 
 
@@ -227,7 +229,7 @@ def _placed(cursor: Cursor, entries: dict[str, _Entry], alignment: int) -> dict[
             cursor.fail(
                 f"tensor {name!r} is not where its predecessor ends",
                 found=f"offset {offset}",
-                needed=f"offset {expected} (no gap, no overlap, aligned to {alignment})",
+                needed=f"offset {expected} (no gap, no overlap, general.alignment {alignment})",
             )
         expected = _padded(offset + sizes[name], alignment)
     cursor.part = SIZE
