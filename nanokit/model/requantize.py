@@ -235,7 +235,7 @@ class Requantized:
 def _narrowed(name: str, weights: Tensor, kind: str) -> Tensor:
     """The values, in fp32, that a type of floats keeps of these. Raises ParameterError for one beyond its range."""
     kept = weights.to(FLOATS[kind.upper()]).float()
-    if not kept.isfinite().all():
+    if not kept.sum().isfinite() and not kept.isfinite().all():
         raise ParameterError(
             f"{name} holds a weight beyond the range of {kind}",
             found=f"{float(weights.abs().max()):g}",
