@@ -21,7 +21,7 @@ from nanokit.gguf import fault_kinds as kinds
 from nanokit.gguf.fault_kinds import Change
 from nanokit.gguf.header import ValueKind
 from nanokit.gguf.reader import GGUFFile
-from nanokit.gguf.write import Key, copied, open_whole, write_gguf
+from nanokit.gguf.write import Key, copied, write_gguf
 from nanokit.paths import replacing
 
 
@@ -52,8 +52,8 @@ def inject(name: str, source: Path, target: Path, *, layer: int | None = None) -
     """Write `target`: the model of `source`, a sound file, with the fault `name` (of FAULTS) and no other.
 
     layer: of the fault of one layer, the middle one if None. The same file always gives the same copy. Raises
-    ParameterError for a fault that there is not or that this model cannot have, and for a target that is the source;
-    ModelFileError for a source that is damaged or one of several shards; OSError for a target that cannot be written.
+    ParameterError for a fault that there is not or that this model cannot have, for a model in several shards and for a
+    target that is the source; ModelFileError for a source that is damaged; OSError for a target that cannot be written.
     """
     if name not in FAULTS:
         raise ParameterError("there is no such fault", found=repr(name), needed="one of " + ", ".join(FAULTS))
@@ -61,7 +61,10 @@ def inject(name: str, source: Path, target: Path, *, layer: int | None = None) -
         raise ParameterError("only gate-up-swapped-one is a fault of one layer", found=name, needed="no layer")
     if target.resolve() == source.resolve():
         raise ParameterError("a fault is put into a copy only", found=target, needed="another file than the model")
-    file, fault = open_whole(source), FAULTS[name]
+    file, fault = GGUFFile.open(source), FAULTS[name]
+    if len(file.files) > 1:
+        found = f"{source.name}, one of {len(file.files)} shards"
+        raise ParameterError("a fault is put into a model of one file", found=found, needed="the shards joined")
     change = fault.make(file) if layer is None else kinds.swapped_one(file, layer)
     with replacing(target) as scratch:
         if change.keys or change.tensors:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanokit.errors import ModelFileError
 from nanokit.gguf import types
 from nanokit.gguf.header import ValueKind
 from nanokit.gguf.reader import GGUFFile
@@ -86,19 +85,6 @@ def _announce(writer: Any, entry: Entry) -> None:
     kind = gguf.GGMLQuantizationType[entry.type]
     # A dtype that is not that of bytes keeps the library from taking the shape for one in bytes.
     writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=kind)
-
-
-def open_whole(source: Path) -> GGUFFile:
-    """A model to be copied. Raises ModelFileError for a file that is damaged or one of several shards."""
-    file = GGUFFile.open(source)
-    if len(file.files) > 1:
-        raise ModelFileError(
-            f"{source.name} is one of several shards",
-            found=f"{len(file.files)} files",
-            needed="a model in one file",
-            do="merge its shards first",
-        )
-    return file
 
 
 def copied(source: GGUFFile) -> tuple[dict[str, Key], dict[str, Entry]]:

@@ -37,7 +37,7 @@ def main(path: str, compare: str | None, target: str | None) -> int:
         raise ParameterError("the JSON cannot be written there", found=target, needed="a file in a folder that exists")
     found = [account(each) for each in (path, compare) if each is not None]
     tables = [comparison(*found)] if compare else [overview(found[0]), by_role(found[0])]
-    made = json.dumps(document(found), indent=1) + "\n"
+    made = json.dumps(document(found), indent=1) + "\n" if target is not None else ""
     if target == "-":
         sys.stdout.write(made)
         return 0
@@ -61,10 +61,15 @@ def facts(found: Account) -> dict[str, str]:
         rope = metadata.get("rope_parameters")
         flat = {**(rope if isinstance(rope, dict) else {}), **metadata}
         values = {name: flat.get(key) for name, (_, key) in _FACTS.items()}
+    if metadata and values["rope base"] is None:
+        values["rope base"] = "not stated"
+    elif isinstance(values["rope base"], str):
+        values["rope base"] = f"{values['rope base']!r}, a text and no number"
     roles = {tensor.role for tensor in found.tensors}
     said = {"architecture": architecture, **{k: f"{v}" for k, v in values.items() if v is not None}}
     said |= {key: str(metadata[key]) for key in ("policy", "source") if key in metadata}
-    said["head"] = "a matrix of its own" if "head" in roles else "the embedding (tied)"
+    tied = "the embedding (tied)" if "embedding" in roles else "missing, and so is the embedding"
+    said["head"] = "a matrix of its own" if "head" in roles else tied
     return said
 
 
