@@ -11,6 +11,7 @@ inside each, no KV pages.
             -> silu gate -> [down]      place 3, feed-forward middle      hidden += down
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,9 +83,15 @@ def attended(layer: Layer, x: Tensor, windows: Windows) -> Tensor:
     return out.flatten(1)
 
 
-def run_layer(layer: Layer, hidden: Tensor, windows: Windows) -> Tensor:
-    """Hidden states after the layer, fp32 [rows, hidden_size]."""
+def run_layer(
+    layer: Layer, hidden: Tensor, windows: Windows, see: Callable[[Tensor, Tensor], None] | None = None
+) -> Tensor:
+    """Hidden states after the layer, fp32 [rows, hidden_size]. see: called with what gate and up give, fp32 [rows,
+    intermediate_size] each."""
     eps = windows.config.rms_eps
     hidden = hidden + layer.o(attended(layer, rms_norm(hidden, layer.attn_norm, eps), windows))
     x = rms_norm(hidden, layer.ffn_norm, eps)
-    return hidden + layer.down(silu_gate(layer.gate(x), layer.up(x)))
+    gate, up = layer.gate(x), layer.up(x)
+    if see is not None:
+        see(gate, up)
+    return hidden + layer.down(silu_gate(gate, up))

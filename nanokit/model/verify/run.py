@@ -1,0 +1,70 @@
+"""Every check of a file, in order: each part needs what the one before has opened."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from nanokit.model.source import GGUFSource, ModelSource
+from nanokit.model.verify.behaviour import behaviour
+from nanokit.model.verify.divergence import divergence
+from nanokit.model.verify.meaning import meaning
+from nanokit.model.verify.numbers import numbers
+from nanokit.model.verify.report import Check, Report, merged
+from nanokit.model.verify.source_keys import compare_keys
+from nanokit.model.verify.source_tensors import TENSORS, Compared, compare_tensors, noise, same_model, tensor_checks
+from nanokit.model.verify.structure import structure
+from nanokit.model.verify.variants import Progress
+from nanokit.model.weights import Weights, find_weights
+
+
+def verify(
+    path: str | Path, against: ModelSource | None = None, *, long: bool = True, progress: Progress | None = None
+) -> Report:
+    """Check a GGUF file, alone or against the model that it was made from.
+
+    against: the opened source, a directory or another file; without it, what only a source can tell is "not checked".
+    long: whether predictions are compared on the long text too. progress: called as (done, in all, what).
+
+    Raises ModelFileError for a path that leads to no file and for a source that does not load; everything else that is
+    wrong with the file is in the report.
+    """
+    path = Path(path).expanduser()
+    their_weights = None if against is None else find_weights(against.config, against)
+    checks, file = structure(path)
+    if file is not None:
+        more, source, weights = meaning(file)
+        checks += more
+        counted = numbers(file, progress)
+        checks += counted
+        finite = counted[0].verdict == "ok"
+        if source is not None and weights is not None and finite:
+            if against is None or their_weights is None:
+                checks += behaviour(source, weights, progress)
+            else:
+                checks += compare_keys(source, against)
+                checks += _compared(source, weights, against, their_weights, long, progress)
+        elif against is not None:
+            checks.append(Check("source", TENSORS, "not checked", "the file's own faults come first"))
+    return Report(path.name, None if against is None else against.name, merged(checks))
+
+
+def _compared(
+    file: GGUFSource, weights: Weights, source: ModelSource, theirs: Weights, long: bool, progress: Progress | None
+) -> list[Check]:
+    if not same_model(file, source):
+        return [Check("source", TENSORS, "not checked", "the sizes are not the source's")]
+    found = compare_tensors(file.config, weights, theirs, progress)
+    predictions = divergence(file, weights, source, theirs, noise(found), long=long, progress=progress)
+    checks = tensor_checks(found)
+    return [*(_folded(each, found, predictions) for each in checks), *predictions]
+
+
+def _folded(check: Check, found: list[Compared], predictions: list[Check]) -> Check:
+    """Weights that differ without a known mistake in a model that predicts the same: scales were folded from one tensor
+    into another, as AWQ and SmoothQuant do."""
+    known = any(each.holds for each in found)
+    if check.name != TENSORS or known or check.verdict != "failed":
+        return check
+    if any(each.verdict != "ok" for each in predictions):
+        return check
+    said = f"{check.said}; the predictions agree all the same: scales folded from tensor to tensor do this"
+    return replace(check, verdict="warning", said=said)
