@@ -1,20 +1,22 @@
 """A Q4_0 copy of a Q4_1 model, for the comparison with llama.cpp's fastest 4-bit kernels.
 
-Each 2-D Q4_1 tensor is dequantized and quantized again by the gguf library; everything else, metadata included, is
-copied byte for byte. The copy answers a little worse than its source (it is quantized twice) and is for timing only.
-It is written once into the kit's cache, under a name that changes with the source, and renamed into place when it is
-complete.
+Each 2-D Q4_1 tensor is dequantized and quantized again; everything else is copied byte for byte. The copy answers a
+little worse than its source (it is quantized twice) and is for timing only. It is written once into the kit's cache,
+under a name that changes with the source.
 """
 
 import hashlib
-import os
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from nanokit.gguf.reader import GGUFFile
+from nanokit.gguf.write import Entry, rewrite
 from nanokit.lab.bench.limit import BenchError
 from nanokit.paths import cache_dir
+from nanokit.quant.ggml import GGML_FORMATS, to_blocks
 
 
 def main_type(file: Path) -> str:
@@ -37,33 +39,15 @@ def q4_0_copy(source: Path) -> Path:
     target = cache_dir() / "bench" / f"{source.stem}.{key}.Q4_0.gguf"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            _write(source, scratch)
-            os.replace(scratch, target)
-        finally:
-            scratch.unlink(missing_ok=True)
+        _write(source, target)
     return target
 
 
 def _write(source: Path, target: Path) -> None:
-    import gguf
+    file = GGUFFile.open(source)
+    matrices = {name: info for name, info in file.tensors.items() if info.type == "Q4_1" and len(info.shape) == 2}
+    rewrite(source, target, {n: Entry(n, "Q4_0", info.shape, partial(_q4_0, file, n)) for n, info in matrices.items()})
 
-    reader = gguf.GGUFReader(source)
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(target, architecture)
-    for field in reader.fields.values():
-        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
-            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
-    q4_0, q4_1 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1
-    for tensor in reader.tensors:
-        data: Any = tensor.data
-        kind = tensor.tensor_type
-        if kind == q4_1 and len(tensor.shape) == 2:
-            data, kind = gguf.quants.quantize(gguf.quants.dequantize(data, q4_1), q4_0), q4_0
-        writer.add_tensor(tensor.name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+def _q4_0(file: GGUFFile, name: str) -> np.ndarray:
+    return to_blocks(GGML_FORMATS["q4_0"].quantize(file.tensor(name), name))
