@@ -24,6 +24,16 @@ def add_actions(model: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     info.add_argument("--json", metavar="FILE", help="write every tensor's bytes there; - is standard output")
     info.set_defaults(command=_info)
 
+    convert = model.add_parser("convert", help="a folder of safetensors into a verified GGUF file")
+    convert.add_argument("source", metavar="HF_DIR", help="a folder of safetensors, or org/name on the hub")
+    convert.add_argument("target", metavar="OUT", help="….gguf")
+    convert.add_argument("--type", default="q4_1", help="of every matrix: f32, f16, bf16, q4_0, … (%(default)s)")
+    convert.add_argument("--align", type=int, default=32, metavar="N", help="of tensors, in bytes (%(default)s)")
+    convert.add_argument("--rope-freq-base", type=float, help="checked against the source; another one needs --force")
+    convert.add_argument("--rope-freq-scale", type=float, help="likewise: 1 / the linear scaling factor")
+    convert.add_argument("--force", action="store_true", help="replace a file; allow other rope parameters")
+    convert.set_defaults(command=_convert)
+
 
 def _fetch(args: argparse.Namespace) -> int:
     from nanokit.model.fetch import TerminalProgress, fetch_default_model
@@ -51,3 +61,9 @@ def _info(args: argparse.Namespace) -> int:
     from nanokit.lab import model_info
 
     return model_info.main(args.file, args.compare, args.json)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from nanokit.model.console import convert
+
+    return convert(args)

@@ -1,10 +1,13 @@
-"""`nanokit quantize` at a terminal."""
+"""`nanokit quantize` and `nanokit model convert` at a terminal."""
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from nanokit.model.calibrate import Progress
 from nanokit.model.quantize import quantize as write_quantized
 from nanokit.model.source import FLOATS
 from nanokit.quant.policy import DEFAULT
@@ -14,12 +17,7 @@ SHOWN = 4  # names of matrices in a message
 
 def quantize(args: argparse.Namespace) -> int:
     """Write the file, say on standard error what changed, and print its path."""
-    with tqdm(disable=None, file=sys.stderr, leave=False) as bar:
-
-        def progress(done: int, total: int, what: str) -> None:
-            bar.total, bar.n = total, done
-            bar.set_description(what)
-
+    with _bar() as progress:
         written = write_quantized(
             args.source,
             args.target,
@@ -34,12 +32,50 @@ def quantize(args: argparse.Namespace) -> int:
     if set(written.before) - set(FLOATS):
         what = "quantized a second time" if set(written.after) - set(FLOATS) else "floats of quantized weights"
         _say(f"{what} ({', '.join(written.before)} before): what was lost stays lost")
-    if written.misfits:
-        named = ", ".join(written.misfits[:SHOWN]) + (", …" if len(written.misfits) > SHOWN else "")
-        _say(f"{len(written.misfits)} matrices became F16, for no block divides their columns: {named}")
+    _say_misfits(written.misfits)
     _say(f"{written.policy}: {changed}; the file has {written.nbytes / 1e6:.1f} MB")
     print(written.path)
     return 0
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Write the file, say on standard error what is in it, and print its path."""
+    from nanokit.model.convert import convert as write_converted
+
+    with _bar() as progress:
+        written = write_converted(
+            args.source,
+            args.target,
+            args.type,
+            alignment=args.align,
+            rope_base=args.rope_freq_base,
+            rope_scale=args.rope_freq_scale,
+            force=args.force,
+            progress=progress,
+        )
+    _say_misfits(written.misfits)
+    types = ", ".join(f"{count} {name}" for name, count in written.types.items())
+    _say(f"{types} tensors; the file has {written.nbytes / 1e6:.1f} MB")
+    print(written.path)
+    return 0
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """A bar at a terminal, which goes away at the end."""
+    with tqdm(disable=None, file=sys.stderr, leave=False) as bar:
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.total, bar.n = total, done
+            bar.set_description(what)
+
+        yield progress
+
+
+def _say_misfits(names: Sequence[str]) -> None:
+    if names:
+        named = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+        _say(f"{len(names)} matrices became F16, for no block divides their columns: {named}")
 
 
 def _say(what: str) -> None:

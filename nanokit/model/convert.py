@@ -1,0 +1,176 @@
+"""`nanokit model convert`: a directory of safetensors in, one GGUF file out.
+
+A converted file that loads and talks nonsense is the trap: so the rope parameters are the directory's own and are
+written even where readers have a default, the tokenizer is compared id by id before a weight is read, q and k change
+their order only where the architecture wants it, gate, up and down stay three tensors and a tied head stays tied. The
+file is verified against the directory while it still has a name of its own, and takes its place only then.
+
+Rejected: rope options that win over the directory in silence, as they do elsewhere (a wrong base reads fine and costs
+accuracy with length); a tensor that is left out because nobody knows its name.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from nanokit.errors import ParameterError, naming
+from nanokit.gguf.write import Entry, main_type, write_gguf
+from nanokit.model.calibrate import Progress
+from nanokit.model.config import ModelConfig, override_rope
+from nanokit.model.export import entry_of
+from nanokit.model.export_keys import frequency_entry, model_keys
+from nanokit.model.export_tokenizer import tokenizer_keys
+from nanokit.model.load import open_model
+from nanokit.model.quantize import IN_GGUF
+from nanokit.model.requantize import Requantized, requantized
+from nanokit.model.source import ModelSource, SafetensorsSource, check_vocabulary
+from nanokit.model.target import cannot_write, check_not_source, check_place, check_target
+from nanokit.model.weights import GLOBAL_NAMES, LAYER_NAMES, Linear, Matrix, Weights, find_weights
+from nanokit.paths import replacing
+from nanokit.quant.policy import FLOAT_TYPES
+
+TYPES = (*FLOAT_TYPES, *IN_GGUF)
+DEFAULT_TYPE, DEFAULT_ALIGNMENT = "q4_1", 32
+LEAST_ALIGNMENT, MOST_ALIGNMENT = 8, 1 << 20
+_CLOSE = 1e-6  # relative: what rope options may be off, typed in decimals
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written. nbytes: of the file; types: how many tensors have each; misfits: matrices that became F16, for
+    the type that was asked for has no block that divides their columns."""
+
+    path: Path
+    nbytes: int
+    types: dict[str, int]
+    misfits: tuple[str, ...]
+
+
+def convert(
+    directory: str | Path,
+    target: str | Path,
+    kind: str = DEFAULT_TYPE,
+    *,
+    alignment: int = DEFAULT_ALIGNMENT,
+    rope_base: float | None = None,
+    rope_scale: float | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Convert a folder of safetensors (or `org/name` on the hub) into a GGUF file, and verify that.
+
+    kind: one of TYPES, of every matrix; head and embedding become Q8_0 where it is a quantized one, as they lose most.
+    alignment: of each tensor in the file, bytes. rope_base, rope_scale (llama.cpp's, 1 / linear factor): what the
+    directory says, or with `force` something else. force: also replaces a file that is there. progress: called as
+    (done, in all, name) after each tensor. Raises ParameterError for what cannot be used, ModelFileError for a model
+    that cannot be read and a file that does not pass its checks, TokenizerError for a tokenizer that GGUF cannot say,
+    NanokitError for a place that cannot be written. Whatever can be refused is before a weight is read.
+    """
+    path, kind = Path(target).expanduser(), kind.lower()
+    _check_options(kind, alignment)
+    check_target(path, suffixes=(".gguf",), force=force)
+    source = _opened(directory, rope_base if force else None)
+    check_not_source(path, source.files)
+    with naming(source.name):
+        source.config = _with_rope(source.config, rope_base, rope_scale, force)
+        check_vocabulary(source.name, source.tokenizer, source.config)
+        rounded = requantized(source, kind, float_head="q8_0", misfit="f16")
+        entries = [*_entries(rounded)]
+        keys = model_keys(source.config, source.name, alignment=alignment, file_type=main_type(entries))
+        keys |= tokenizer_keys(source.tokenizer, source.config.vocab_size, source.config.architecture)
+        check_place(path)
+        try:
+            with replacing(path) as scratch:
+                write_gguf(scratch, keys, _counted(entries, progress))
+                _verify(scratch, path.name, source)
+        except OSError as error:
+            raise cannot_write(path, str(error)) from error
+    types = [each.type for each in entries]
+    return Converted(
+        path,
+        path.stat().st_size,
+        {each: types.count(each) for each in dict.fromkeys(types)},
+        tuple(name for name, choice in rounded.choices.items() if choice.misfit),
+    )
+
+
+def _check_options(kind: str, alignment: int) -> None:
+    if kind not in TYPES:
+        raise ParameterError("matrices cannot be written in this type", found=kind, needed=", ".join(TYPES))
+    if alignment & (alignment - 1) or not LEAST_ALIGNMENT <= alignment <= MOST_ALIGNMENT:
+        raise ParameterError(
+            "the alignment is unusable",
+            found=alignment,
+            needed=f"a power of two, {LEAST_ALIGNMENT} to {MOST_ALIGNMENT} bytes",
+        )
+
+
+def _opened(directory: str | Path, rope_base: float | None) -> SafetensorsSource:
+    source = open_model(directory, rope_base=rope_base)
+    if not isinstance(source, SafetensorsSource):
+        raise ParameterError(
+            f"{source.name} is no folder of safetensors",
+            found=str(directory),
+            needed="a folder with config.json, tokenizer.json and safetensors weights, or org/name on the hub",
+            do="quantize a GGUF file into another one with `nanokit quantize IN.gguf OUT.gguf --policy …`",
+        )
+    return source
+
+
+def _with_rope(config: ModelConfig, base: float | None, scale: float | None, force: bool) -> ModelConfig:
+    """The configuration with the rope options, which say nothing new or need `force`."""
+    if base is not None and math.isclose(base, config.rope.base, rel_tol=_CLOSE):
+        base = None
+    if scale is not None and math.isclose(scale, 1 / config.rope.linear_factor, rel_tol=_CLOSE):
+        scale = None
+    return override_rope(config, base=base, scale=scale, force=force)
+
+
+def _entries(source: Requantized) -> Iterator[Entry]:
+    for name, target in _gguf_names(find_weights(source.config, source)):
+        yield entry_of(source, name, target)
+    frequencies = frequency_entry(source.config)
+    if frequencies is not None:
+        yield frequencies
+
+
+def _gguf_names(weights: Weights) -> Iterator[tuple[str, str]]:
+    """The name of every tensor in its source, and the one that it has in a GGUF file."""
+    yield from _of(weights.embedding, GLOBAL_NAMES["embedding"][0])
+    for index, layer in enumerate(weights.layers):
+        for part, (name, _) in LAYER_NAMES.items():
+            yield from _of(getattr(layer, part), f"blk.{index}.{name}")
+    yield from _of(weights.final_norm, GLOBAL_NAMES["final_norm"][0])
+    yield from _of(weights.head, GLOBAL_NAMES["head"][0])
+
+
+def _of(found: Matrix | Linear | None, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(found, Linear):
+        yield from _of(found.weight, name)
+        if found.bias is not None:
+            yield found.bias.name, f"{name}.bias"
+    elif found is not None:
+        yield found.name, f"{name}.weight"
+
+
+def _counted(entries: list[Entry], progress: Progress | None) -> list[Entry]:
+    """The same, with a word to `progress` after each that has been made."""
+    if progress is None:
+        return entries
+
+    def make(each: Entry, number: int) -> np.ndarray:
+        made = each.make()
+        progress(number, len(entries), each.name)
+        return made
+
+    return [replace(each, make=partial(make, each, number)) for number, each in enumerate(entries, 1)]
+
+
+def _verify(scratch: Path, name: str, source: ModelSource) -> None:
+    """Raise ModelFileError unless the file is what its source is."""
+    read = open_model(scratch)
+    find_weights(read.config, read)
