@@ -103,8 +103,8 @@ class GGUFFile:
         whole, rows = self.raw(name), info.shape[0]
         end = rows if end is None else end
         start, stop = (info.nbytes * row // rows for row in (first, end))
-        codes = FORMATS[info.type].decode(whole[start:stop], (end - first, *info.shape[1:]))
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # the scale of a K type may be infinite times zero
+            codes = FORMATS[info.type].decode(whole[start:stop], (end - first, *info.shape[1:]))
             bound = np.abs(codes.scales).max() * np.float32(128)
             if codes.minimums is not None:
                 bound += np.abs(codes.minimums).max()
