@@ -21,7 +21,8 @@ from nanokit.paths import replacing
 
 _GEOMETRY = {each.name: each for each in types.TENSOR_TYPES.values()}
 # llama.cpp's LLAMA_FTYPE_… of a file whose matrices are mostly of a type.
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32, "MXFP4": 38}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32, "TQ1_0": 36,
+              "TQ2_0": 37, "MXFP4": 38}  # fmt: skip
 
 
 class Key(NamedTuple):

@@ -21,10 +21,10 @@ from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource
 from nanokit.model.target import cannot_write, check_not_source, check_place, check_target
-from nanokit.quant.ggml import GGML_FORMATS
+from nanokit.quant.ggml import GGML_FORMATS, TERNARY_FORMATS
 from nanokit.quant.policy import BY_TEXT, DEFAULT, FLOAT_HEAD, FLOAT_TYPES, Policy, parse_policy
 
-IN_GGUF = (*GGML_FORMATS, "mxfp4")
+IN_GGUF = (*GGML_FORMATS, "mxfp4", *TERNARY_FORMATS)
 LEAST_TEXT = 64  # tokens of a calibration text
 
 

@@ -1,9 +1,11 @@
-"""Weights into ggml's blocks of 32: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, byte for byte what the gguf library writes.
+"""Weights into ggml's blocks: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, of 32, and the ternary TQ1_0 and TQ2_0, of 256; byte for
+byte what the gguf library writes.
 
     q4_0 q5_0   d = p / -8, / -16, p the weight of largest magnitude with its sign (the first of equals)
                 code = trunc(w / d + 8.5) - 8, at most 7 (+ 16.5, - 16, 15): ties go up, and all 16 (32) codes are used
     q4_1 q5_1   d = (max - min) / 15, / 31, m = min           code = trunc((w - m) / d + .5), at most 15 (31)
     q8_0        d = max |w| / 127                             code = w / d, ties away from zero
+    tq1_0 tq2_0 d = max |w|                                   code = w / d, ties away from zero: -1, 0 or 1
 
 Codes come from d in fp32, by multiplication with its fp32 inverse; the file then keeps d and m as fp16. (So the codes
 are not the nearest for what is kept; that is what the owner does.) Where d is so small that its inverse is infinite,
@@ -79,16 +81,15 @@ class _Spread(BlockFormat):
         return codes, _half(steps), _half(low)
 
 
-class _Eight(BlockFormat):
-    """q8_0."""
+class _Even(BlockFormat):
+    """q8_0, tq1_0 and tq2_0. highest: code that is used, 127 or 1."""
 
-    block = 32
-    name = "q8_0"
-    code_range = (-128, 127)
+    def __init__(self, name: str, block: int, highest: int, code_range: tuple[int, int]) -> None:
+        self.name, self.block, self.highest, self.code_range = name, block, highest, code_range
 
     def round_blocks(self, part: np.ndarray, common: Common) -> Unpacked:
         low, high = extremes(part)
-        steps = np.maximum(high, -low) / np.float32(127)
+        steps = np.maximum(high, -low) / np.float32(self.highest)
         inverse, beyond = _inverse(steps)
         product = part * inverse
         product += np.copysign(BELOW_HALF, product)
@@ -112,14 +113,23 @@ def _half(values: np.ndarray) -> np.ndarray:
 
 GGML_FORMATS: dict[str, BlockFormat] = {
     each.name: each
-    for each in (_Peak("q4_0", 8), _Spread("q4_1", 15), _Peak("q5_0", 16), _Spread("q5_1", 31), _Eight())
+    for each in (
+        _Peak("q4_0", 8),
+        _Spread("q4_1", 15),
+        _Peak("q5_0", 16),
+        _Spread("q5_1", 31),
+        _Even("q8_0", 32, 127, (-128, 127)),
+    )
 }
+# For models that were trained with weights of -1, 0 and 1: others do not survive it.
+TERNARY_FORMATS: dict[str, BlockFormat] = {name: _Even(name, 256, 1, (-1, 1)) for name in ("tq1_0", "tq2_0")}
 
 
 def to_blocks(q: QTensor) -> np.ndarray:
     """A matrix in the bytes of its type (quant/blocks.py draws them): uint8 (…, rows, bytes of a row).
 
-    q: in one of `GGML_FORMATS` or mxfp4, under the name of either case. Raises ParameterError for another format.
+    q: in one of `GGML_FORMATS`, `TERNARY_FORMATS` or mxfp4, under the name of either case. Raises ParameterError for
+    another format.
     """
     pack = _PACK.get(q.format.lower())
     if pack is None:
@@ -177,6 +187,30 @@ def _mxfp4(q: QTensor) -> list[np.ndarray]:
     return [exponents.astype(np.uint8), _nibbles(_unsigned(q, 0))]
 
 
+def _trits(q: QTensor) -> np.ndarray:
+    """uint8 [blocks, 256], 0 to 2."""
+    return (q.codes.reshape(-1, 256) + np.int8(1)).view(np.uint8)
+
+
+def _tq1_0(q: QTensor) -> list[np.ndarray]:
+    """Five weights a byte, as digits to the base 3 of a number below 243, which is stretched to 256 so that a reader
+    gets a digit by a multiplication. Weights 0 … 159 lie five times 32 apart, 160 … 239 five times 16, and the last 16
+    four times 4, with an empty last digit."""
+    trits, bytes_ = _trits(q), []
+    for first, end, apart in ((0, 160, 32), (160, 240, 16), (240, 256, 4)):
+        digits = trits[:, first:end].reshape(len(trits), -1, apart)
+        powers = np.array([81, 27, 9, 3, 1], np.uint16)[: digits.shape[1], None]
+        bytes_.append(((digits * powers).sum(axis=1, dtype=np.uint16) * 256 + 242) // 243)
+    return [np.concatenate(bytes_, axis=1).astype(np.uint8), _halves(q.scales)]
+
+
+def _tq2_0(q: QTensor) -> list[np.ndarray]:
+    """Two bits a weight: byte j of each half has weights j, j + 32, j + 64 and j + 96 of it, lowest bits first."""
+    quarters = _trits(q).reshape(-1, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return [np.bitwise_or.reduce(quarters, axis=2).reshape(len(quarters), -1), _halves(q.scales)]
+
+
 _PACK: dict[str, Callable[[QTensor], list[np.ndarray]]] = {
     "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "mxfp4": _mxfp4,
+    "tq1_0": _tq1_0, "tq2_0": _tq2_0,
 }  # fmt: skip

@@ -5,6 +5,7 @@
                          quant/integer.py
     nvfp4 mxfp4 nf4      4-bit tables; nf4-dq is nf4 with scales quantized once more; quant/float4.py
     q4_0 … q8_0          blocks of 32 as ggml makes them; quant/ggml.py
+    tq1_0 tq2_0          ternary, blocks of 256; quant/ggml.py
 
 A name says all there is to say: formats are compared by it and files keep it. A format turns float weights into a
 `QTensor` and no more: how its codes are packed is a backend's affair, how they are filed is quant/storage.py's, and
@@ -17,7 +18,7 @@ import numpy as np
 
 from nanokit.errors import ParameterError
 from nanokit.quant.float4 import MXFP4, NF4, NVFP4, NestedNF4
-from nanokit.quant.ggml import GGML_FORMATS
+from nanokit.quant.ggml import GGML_FORMATS, TERNARY_FORMATS
 from nanokit.quant.integer import INTEGER_NAME, integer_format
 from nanokit.quant.qtensor import QTensor
 
@@ -57,13 +58,14 @@ class WeightFormat(Protocol):
 
 
 TABLE_FORMATS: dict[str, WeightFormat] = {each.name: each for each in (NVFP4(), MXFP4(), NF4(), NestedNF4())}
+BLOCK_FORMATS: dict[str, WeightFormat] = {**GGML_FORMATS, **TERNARY_FORMATS}
 EXAMPLES = "int4-sym-g64, int4-asym-g32, int8-sym-channel, int8-sym-tensor-reduced, int4-sym-global, int4-sym-qkv"
 
 
 def weight_format(name: str) -> WeightFormat:
     """The format of this name; capitals do not matter. Raises ParameterError, listing the choices."""
     key = name.strip().lower()
-    found = TABLE_FORMATS.get(key) or GGML_FORMATS.get(key)
+    found = TABLE_FORMATS.get(key) or BLOCK_FORMATS.get(key)
     if found is not None:
         return found
     if INTEGER_NAME.fullmatch(key):
@@ -71,11 +73,11 @@ def weight_format(name: str) -> WeightFormat:
     raise ParameterError(
         "unknown weight format",
         found=repr(name),
-        needed=f"{', '.join((*TABLE_FORMATS, *GGML_FORMATS))}, or one such as {EXAMPLES}",
+        needed=f"{', '.join((*TABLE_FORMATS, *BLOCK_FORMATS))}, or one such as {EXAMPLES}",
     )
 
 
 def is_format(name: str) -> bool:
     """Whether `weight_format` knows the name."""
     key = name.strip().lower()
-    return key in TABLE_FORMATS or key in GGML_FORMATS or INTEGER_NAME.fullmatch(key) is not None
+    return key in TABLE_FORMATS or key in BLOCK_FORMATS or INTEGER_NAME.fullmatch(key) is not None

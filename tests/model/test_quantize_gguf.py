@@ -18,7 +18,7 @@ from nanokit.gguf.write import Key, copied, rewrite, write_gguf
 from nanokit.lab.experiments.agreement import logits_of
 from nanokit.model.quantize import quantize
 
-WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "F32", "F16", "BF16")
+WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "TQ1_0", "TQ2_0", "F32", "F16", "BF16")
 FACTORS = torch.linspace(1, 2, 8)
 
 
@@ -26,8 +26,8 @@ FACTORS = torch.linspace(1, 2, 8)
 def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied llama in F32, with a tensor that no layer has, and an alignment of its own."""
     folder = tmp_path_factory.mktemp("floats")
-    plain = save_tiny_gguf(folder / "plain.gguf", compiled_model("llama", tied=True), {"rope_freqs.weight": FACTORS},
-                           **{"general.file_type": 0})  # fmt: skip
+    model, extra = compiled_model("llama", tied=True, columns=256), {"rope_freqs.weight": FACTORS}
+    plain = save_tiny_gguf(folder / "plain.gguf", model, extra, **{"general.file_type": 0})
     rewrite(plain, folder / "tiny.gguf", {}, {"general.alignment": Key(ValueKind("UINT32"), 128)})
     return folder / "tiny.gguf"
 

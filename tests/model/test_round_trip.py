@@ -15,11 +15,11 @@ from tiny import compiled_model, save_tiny_gguf
 from nanokit.gguf.reader import GGUFFile
 from nanokit.model.quantize import quantize
 from nanokit.quant.formats import FORMATS
-from nanokit.quant.ggml import GGML_FORMATS
+from nanokit.quant.ggml import GGML_FORMATS, TERNARY_FORMATS
 
 
 def blocks_alike(before: Path, after: Path) -> int:
-    """The blocks of codes in `before`; fails at the first that `after` has otherwise, and at any other tensor."""
+    """The blocks in `before`; fails at the first that `after` has otherwise, and at any other tensor."""
     old, new = GGUFFile.open(before), GGUFFile.open(after)
     assert list(old.tensors) == list(new.tensors)
     count = 0
@@ -32,7 +32,7 @@ def blocks_alike(before: Path, after: Path) -> int:
             f"{name}: {len(differing)} of {len(theirs)} blocks of {info.type} differ, first block {differing[0]}: "
             f"{ours[differing[0]].tobytes().hex()}, was {theirs[differing[0]].tobytes().hex()}"
         )
-        count += len(theirs) if form.has_codes else 0
+        count += len(theirs) if form.block_size > 1 else 0
     return count
 
 
@@ -53,17 +53,17 @@ def test_all_blocks_of_the_default_model(default_model: Path, tmp_path: Path) ->
     assert again.read_bytes() == default_model.read_bytes(), "something beside the tensors differs"
 
 
-@pytest.mark.parametrize("kind", [*GGML_FORMATS, "mxfp4"])
+@pytest.mark.parametrize("kind", [*GGML_FORMATS, "mxfp4", *TERNARY_FORMATS])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_type_that_the_kit_writes(kind: str, tied: bool, tmp_path: Path) -> None:
     """The default model has two types, and no head of its own."""
     policy = f"mix:all={kind},head={kind}"
-    source = save_tiny_gguf(tmp_path / "in.gguf", compiled_model("llama", tied=tied))
+    source = save_tiny_gguf(tmp_path / "in.gguf", compiled_model("llama", tied=tied, columns=256))
     once = quantize(source, tmp_path / "once.gguf", policy).path
     plain = quantize(once, tmp_path / "plain.gguf", "f32").path
     twice = quantize(plain, tmp_path / "twice.gguf", policy).path
     weights = sum(np.prod(info.shape) for info in GGUFFile.open(once).tensors.values() if len(info.shape) == 2)
-    assert blocks_alike(once, twice) == weights / 32
+    assert blocks_alike(once, twice) == weights / FORMATS[kind.upper()].block_size
     assert once.read_bytes() == twice.read_bytes()
 
 

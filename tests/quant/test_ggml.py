@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from nanokit.errors import ModelFileError, ParameterError
 from nanokit.gguf.reader import GGUFFile
 from nanokit.quant.formats import FORMATS, dequantize
-from nanokit.quant.ggml import GGML_FORMATS, to_blocks
+from nanokit.quant.ggml import GGML_FORMATS, TERNARY_FORMATS, to_blocks
 from nanokit.quant.weight_format import weight_format
 
 NAMES = [*GGML_FORMATS, "mxfp4"]
@@ -61,6 +61,18 @@ def test_blocks_are_the_librarys(name: str, kind: str) -> None:
         assert np.array_equal(ours(w, name), theirs(w, name))
 
 
+@pytest.mark.parametrize("name", TERNARY_FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ternary_blocks_are_the_librarys(name: str, kind: str) -> None:
+    """256 weights a block, five or four a byte in three different strides: a wrong one still looks like noise."""
+    for seed in range(3):
+        w = matrix(kind, seed, columns=512)
+        w *= np.float32(1 + 1e3 * (kind == "noise"))
+        assert np.array_equal(ours(w, name), theirs(w, name))
+        values = dequantize(ours(w, name), name.upper(), w.shape)
+        assert np.array_equal(weight_format(name).quantize(w).dequantize(), values)
+
+
 @given(st.sampled_from(NAMES), st.lists(st.floats(-6e4, 6e4, width=32), min_size=32, max_size=32))
 @settings(max_examples=150, deadline=None)
 def test_any_block_is_the_librarys(name: str, values: list[float]) -> None:
@@ -96,11 +108,11 @@ def test_the_end_of_fp32_in_mxfp4() -> None:
     assert np.array_equal(ours(w, "mxfp4"), theirs(w, "mxfp4"))
 
 
-@pytest.mark.parametrize("name", GGML_FORMATS)
+@pytest.mark.parametrize("name", [*GGML_FORMATS, *TERNARY_FORMATS])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38, -3e38])
 def test_what_a_scale_cannot_hold_is_refused(name: str, bad: float) -> None:
     """fp16 ends at 65,504; the library would write an infinite scale, and the weights would be NaN."""
-    w = np.ones((2, 64), np.float32)
+    w = np.ones((2, 256), np.float32)
     w[1, 3] = bad
     with pytest.raises(ModelFileError, match=rf"(?s)blk\.3 holds weights that {name} cannot span"):
         weight_format(name).quantize(w, "blk.3")
