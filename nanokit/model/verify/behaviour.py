@@ -16,7 +16,7 @@ changed places shows it the other way round, though it costs too little for any 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,7 @@ from nanokit.model.verify.variants import (
     Gain,
     Head,
     Progress,
+    See,
     Variant,
     final_states,
     gain,
@@ -96,21 +97,40 @@ def behaviour(source: GGUFSource, weights: Weights, progress: Progress | None = 
         return [Check(PART, name, "not checked", said) for name in (PREDICTS, ROW_ORDER, ORDER, LAYERS)]
     orders = row_orders(source)
     seen = Asymmetry()
-    tried = {**orders, EVERYWHERE: swapped()}
-    states = final_states(source.config, weights, ids, tried, see=seen.see, progress=progress)
-    head = Head(weights)
-    losses = {name: head.losses(each, ids) for name, each in states.items()}
-    gains = {name: gain(losses[AS_IS], losses[name]) for name in tried}
-    predicts, row = _predicts(losses[AS_IS], source)
+    losses = _losses(source, weights, ids, {**orders, EVERYWHERE: swapped()}, progress, seen.see)
+    gains = {name: gain(losses[AS_IS], losses[name]) for name in losses if name != AS_IS}
+    everywhere = gains.pop(EVERYWHERE)
+    if not _told(gains, everywhere):
+        more = _losses(source, weights, ids, other_heads(source), progress)
+        gains |= {name: gain(more[AS_IS], each) for name, each in more.items() if name != AS_IS}
+    predicts, tied = _predicts(losses[AS_IS], source)
     checks = [Check(PART, PREDICTS, *predicts)]
-    if row is not None:
-        checks.append(Check("meaning", HEAD, *row))
-    checks.append(Check(PART, ROW_ORDER, *_row_order({name: gains[name] for name in orders})))
-    everywhere = _everywhere(gains[EVERYWHERE])
-    checks.append(Check(PART, ORDER, *everywhere))
-    if everywhere[0] == "failed":
+    if tied is not None:
+        checks.append(Check("meaning", HEAD, *tied))
+    checks.append(Check(PART, ROW_ORDER, *_row_order(gains, everywhere)))
+    checks.append(Check(PART, ORDER, *_everywhere(gains, everywhere)))
+    if checks[-1].verdict == "failed":
         return checks
     return [*checks, Check(PART, LAYERS, *_by_layer(seen, source, weights, progress))]
+
+
+def _losses(
+    source: GGUFSource,
+    weights: Weights,
+    ids: Sequence[int],
+    tried: Mapping[str, Variant],
+    progress: Progress | None,
+    see: See | None = None,
+) -> dict[str, Tensor]:
+    states = final_states(source.config, weights, ids, tried, see=see, progress=progress)
+    head = Head(weights)
+    return {name: head.losses(each, ids) for name, each in states.items()}
+
+
+def _told(gains: Mapping[str, Gain], everywhere: Gain) -> bool:
+    """Whether the text has told these orders from the file's own, for better or worse, or from something worse."""
+    better = everywhere.certain or any(each.certain for each in gains.values())
+    return better or all(each.certainly_worse for each in gains.values())
 
 
 def row_orders(source: GGUFSource) -> dict[str, Variant]:
@@ -126,12 +146,26 @@ def row_orders(source: GGUFSource) -> dict[str, Variant]:
         return torch.from_numpy(interleaved(np.asarray(rows), heads[part]))
 
     found = {"rows of q and k taken as they are stored": reordered(("q", "k"), stored)}
-    rows_of_k = config.num_kv_heads * config.head_dim
-    for count in {config.num_heads, 1} - {config.num_kv_heads}:
-        if rows_of_k % (2 * count) == 0:
+    return found | _k_as_of(source, {config.num_heads, 1})
 
-            def regrouped(rows: Tensor, part: str, count: int = count) -> Tensor:
-                return unpermute(stored(rows, part), count)
+
+def other_heads(source: GGUFSource) -> dict[str, Variant]:
+    """k as if it had any other number of heads that its rows divide into. Nothing for files that do not interleave."""
+    if source.config.architecture != "llama":
+        return {}
+    rows = source.config.num_kv_heads * source.config.head_dim
+    return _k_as_of(source, set(range(2, rows // 2 + 1)) - {source.config.num_heads})
+
+
+def _k_as_of(source: GGUFSource, counts: set[int]) -> dict[str, Variant]:
+    """Rows of k as if they were interleaved as those of so many heads."""
+    own, rows = source.config.num_kv_heads, source.config.num_kv_heads * source.config.head_dim
+    found = {}
+    for count in sorted(counts - {own}):
+        if rows % (2 * count) == 0:
+
+            def regrouped(values: Tensor, _: str, count: int = count) -> Tensor:
+                return unpermute(torch.from_numpy(interleaved(np.asarray(values), own)), count)
 
             found[f"rows of k taken as those of {count} heads"] = reordered(("k",), regrouped)
     return found
@@ -152,8 +186,12 @@ def _predicts(loss: Tensor, source: GGUFSource) -> tuple[Found, Found | None]:
     return ("ok", said), tied_head if source.config.tied_head else None
 
 
-def _row_order(gains: dict[str, Gain]) -> Found:
+def _row_order(gains: Mapping[str, Gain], everywhere: Gain) -> Found:
+    if not gains:
+        return "not checked", NEEDS_SOURCE
     best = max(gains, key=lambda name: gains[name].mean)
+    if everywhere.certain and everywhere.mean > gains[best].mean:
+        return "not checked", "gate and up come first"
     if gains[best].certain:
         which = "blk.*.attn_k.weight" if best.startswith("rows of k") else "blk.*.attn_q.weight and blk.*.attn_k.weight"
         return "failed", f"{which}: with the {best}, a text gets likelier by {_nats(gains[best])}"
@@ -162,8 +200,8 @@ def _row_order(gains: dict[str, Gain]) -> Found:
     return "not checked", f"a text cannot tell it from other orders: {NEEDS_SOURCE}"
 
 
-def _everywhere(found: Gain) -> Found:
-    if found.certain:
+def _everywhere(gains: Mapping[str, Gain], found: Gain) -> Found:
+    if found.certain and all(found.mean > each.mean for each in gains.values()):
         said = "with gate and up of every layer in each other's place, a text gets likelier by"
         return "failed", f"blk.*.ffn_gate.weight and blk.*.ffn_up.weight: {said} {_nats(found)}"
     if found.certainly_worse:
@@ -190,9 +228,8 @@ def _by_layer(seen: Asymmetry, source: GGUFSource, weights: Weights, progress: P
 def undone(source: GGUFSource, weights: Weights, layers: Sequence[int], progress: Progress | None = None) -> Gain:
     """What the text gains, all of it that there is, with gate and up of these layers in each other's place."""
     ids = text_ids(source, TEXT, 1 << 20)
-    states = final_states(source.config, weights, ids, {EVERYWHERE: swapped(layers)}, progress=progress)
-    head = Head(weights)
-    return gain(*(head.losses(states[name], ids) for name in (AS_IS, EVERYWHERE)))
+    losses = _losses(source, weights, ids, {EVERYWHERE: swapped(layers)}, progress)
+    return gain(losses[AS_IS], losses[EVERYWHERE])
 
 
 def _nats(found: Gain) -> str:

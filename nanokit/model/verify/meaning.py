@@ -53,6 +53,8 @@ def _refused(checks: list[Check], error: NanokitError) -> Check:
     vocabulary = next(check for check in checks if check.name == "vocabulary")
     if isinstance(error, TokenizerError) and vocabulary.verdict == "not checked":
         return Check(PART, "tensors", "not checked", "the model cannot be run here without its vocabulary")
+    if any(check.verdict == "failed" for check in checks):
+        return Check(PART, "tensors", "not checked", "the loader stops at what failed above")
     return Check(PART, "tensors", "failed", f"the loader refuses: {error.what}; found {error.found}")
 
 
