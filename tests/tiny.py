@@ -1,6 +1,6 @@
 """Tiny random checkpoints, written by transformers, and a tiny tokenizer for them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,15 @@ def compiled_model(architecture: str, *, tied: bool = False, columns: int = 64) 
                       intermediate=96 if columns == 64 else 2 * columns)  # fmt: skip
 
 
-def save_tiny(directory: Path, model: PreTrainedModel, **how: Any) -> Path:
-    """Write checkpoint and byte-level tokenizer as a transformers directory; how: passed to save_pretrained."""
+def save_tiny(directory: Path, model: PreTrainedModel, merges: Sequence[str] = (), **how: Any) -> Path:
+    """Write checkpoint and byte-level tokenizer as a transformers directory. merges: pairs such as "h e", without which
+    no GGUF file can have this tokenizer; their tokens come last. how: passed to save_pretrained."""
     model.save_pretrained(directory, **how)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    added = ["<s>", "</s>", "<|end|>"] if merges else []
+    tokens = [*alphabet, *added, *(merge.replace(" ", "") for merge in merges)]
+    pairs = [(merge.split()[0], merge.split()[1]) for merge in merges]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", "<|end|>"])
