@@ -34,6 +34,12 @@ def add_actions(model: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     convert.add_argument("--force", action="store_true", help="replace a file; allow other rope parameters")
     convert.set_defaults(command=_convert)
 
+    verify = model.add_parser("verify", help="does a GGUF file say what its model is? a table of checks")
+    verify.add_argument("file", help="a .gguf file; of one in shards, any")
+    verify.add_argument("--against", metavar="SOURCE", help="what it was made from: a folder, or another model file")
+    verify.add_argument("--json", metavar="FILE", help="write the report there; - is standard output")
+    verify.set_defaults(command=_verify)
+
 
 def _fetch(args: argparse.Namespace) -> int:
     from nanokit.model.fetch import TerminalProgress, fetch_default_model
@@ -61,6 +67,12 @@ def _info(args: argparse.Namespace) -> int:
     from nanokit.lab import model_info
 
     return model_info.main(args.file, args.compare, args.json)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from nanokit.lab import model_verify
+
+    return model_verify.main(args)
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -4,14 +4,11 @@ Facts come from the header alone, unchecked: a file that cannot be loaded is one
 loader makes of them is the loader's affair (nanokit/model/config_gguf.py refuses what does not fit together).
 """
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from nanokit.errors import ModelFileError, NanokitError, ParameterError
-from nanokit.lab.records import write_atomically
+from nanokit.errors import ModelFileError
+from nanokit.lab.json_target import check_json_target, put
 from nanokit.lab.table import Table
 from nanokit.model.account import KINDS, ROLES, Account, account
 
@@ -33,20 +30,10 @@ def main(path: str, compare: str | None, target: str | None) -> int:
     """Print one account, or two side by side; the whole as JSON to a file, or with "-" in place of the text.
 
     Raises ModelFileError for the files, ParameterError for a target that cannot be written."""
-    if target not in (None, "-") and (Path(str(target)).is_dir() or not Path(str(target)).absolute().parent.is_dir()):
-        raise ParameterError("the JSON cannot be written there", found=target, needed="a file in a folder that exists")
+    check_json_target(target)
     found = [account(each) for each in (path, compare) if each is not None]
     tables = [comparison(*found)] if compare else [overview(found[0]), by_role(found[0])]
-    made = json.dumps(document(found), indent=1) + "\n" if target is not None else ""
-    if target == "-":
-        sys.stdout.write(made)
-        return 0
-    sys.stdout.write("\n\n".join(map(str, tables)) + "\n")
-    if target is not None:
-        try:
-            write_atomically(Path(target), made)
-        except OSError as error:
-            raise NanokitError("the JSON cannot be written", found=f"{error.strerror} ({target})") from error
+    put(target, "\n\n".join(map(str, tables)), lambda: document(found))
     return 0
 
 

@@ -17,7 +17,7 @@ SHOWN = 4  # names of matrices in a message
 
 def quantize(args: argparse.Namespace) -> int:
     """Write the file, say on standard error what changed, and print its path."""
-    with _bar() as progress:
+    with progress_bar() as progress:
         written = write_quantized(
             args.source,
             args.target,
@@ -42,7 +42,7 @@ def convert(args: argparse.Namespace) -> int:
     """Write the file, say on standard error what is in it, and print its path."""
     from nanokit.model.convert import convert as write_converted
 
-    with _bar() as progress:
+    with progress_bar() as progress:
         written = write_converted(
             args.source,
             args.target,
@@ -61,7 +61,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _bar() -> Iterator[Progress]:
+def progress_bar() -> Iterator[Progress]:
     """A bar at a terminal, which goes away at the end."""
     with tqdm(disable=None, file=sys.stderr, leave=False) as bar:
 

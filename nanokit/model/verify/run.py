@@ -17,12 +17,17 @@ from nanokit.model.weights import Weights, find_weights
 
 
 def verify(
-    path: str | Path, against: ModelSource | None = None, *, long: bool = True, progress: Progress | None = None
+    path: str | Path,
+    against: ModelSource | None = None,
+    *,
+    long: bool = True,
+    name: str | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Check a GGUF file, alone or against the model that it was made from.
 
     against: the opened source, a directory or another file; without it, what only a source can tell is "not checked".
-    long: whether predictions are compared on the long text too. progress: called as (done, in all, what).
+    long: whether predictions are compared on the long text too. name: what the report calls the file. progress: called as (done, in all, what).
 
     Raises ModelFileError for a path that leads to no file and for a source that does not load; everything else that is
     wrong with the file is in the report.
@@ -44,7 +49,7 @@ def verify(
                 checks += _compared(source, weights, against, their_weights, long, progress)
         elif against is not None:
             checks.append(Check("source", TENSORS, "not checked", "the file's own faults come first"))
-    return Report(path.name, None if against is None else against.name, merged(checks))
+    return Report(name or path.name, None if against is None else against.name, merged(checks))
 
 
 def _compared(

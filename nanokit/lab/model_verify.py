@@ -1,0 +1,36 @@
+"""`nanokit model verify` at a terminal: a table of checks, and an exit code that a script can trust."""
+
+import argparse
+import textwrap
+
+from nanokit.lab.json_target import check_json_target, put
+from nanokit.lab.table import Table
+from nanokit.model.console import progress_bar
+from nanokit.model.load import open_model
+from nanokit.model.verify.report import Report
+from nanokit.model.verify.run import verify
+
+WIDTH = 92  # characters of what was found, in a line
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the report; the whole as JSON to a file, or with "-" in place of the text. 1 where a check failed.
+
+    Raises ModelFileError for a path that leads to no file and a source that does not load, ParameterError for a target
+    that cannot be written."""
+    check_json_target(args.json)
+    against = None if args.against is None else open_model(args.against)
+    with progress_bar() as progress:
+        report = verify(args.file, against, progress=progress)
+    put(args.json, f"{table(report)}\n\n{report.name}: {report.verdict}", report.to_json)
+    return 1 if report.failed else 0
+
+
+def table(report: Report) -> Table:
+    """A check a row, what was found in as many lines as it takes."""
+    rows: list[tuple[str, str, str]] = []
+    for check in report.checks:
+        first, *rest = textwrap.wrap(check.said, WIDTH, break_long_words=False) or [""]
+        rows.append((check.name, check.verdict, first))
+        rows += [("", "", line) for line in rest]
+    return Table(("check", "verdict", "what was found"), rows)
