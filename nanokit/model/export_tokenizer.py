@@ -31,6 +31,7 @@ from nanokit.model.tokenizer_gguf import (
     UNUSED,
     USER_DEFINED,
     merges_by_score,
+    split_as,
 )
 from nanokit.model.tokenizer_parts import byte_alphabet
 
@@ -48,31 +49,44 @@ def tokenizer_keys(tokenizer: Tokenizer, rows: int, architecture: str) -> dict[s
     Raises TokenizerError for a tokenizer that a GGUF file cannot say, naming the texts that would become other ids.
     """
     vocabulary = _vocabulary(tokenizer, rows)
-    shared = _shared(tokenizer, vocabulary)
-    if vocabulary.byte_level:
-        more, candidates = _byte_level(vocabulary)
-        doubtful: list[str] = []
-    else:
-        more, candidates, doubtful = _sentencepiece(vocabulary)
+    keys, doubtful = _byte_level(vocabulary) if vocabulary.byte_level else _sentencepiece(vocabulary)
+    keys |= _shared(tokenizer, vocabulary)
     wanted = probing.probes(tokenizer, _texts(vocabulary, doubtful))
+    metadata = {"general.architecture": architecture, **{name: value for name, (_, value) in keys.items()}}
     differing = []
-    for name, choice in candidates.items():
-        keys = {f"tokenizer.ggml.{key}": value for key, value in {**more, **choice, **shared}.items()}
-        if tokenizer.chat_template is not None:
-            keys["tokenizer.chat_template"] = Key(TEXT, tokenizer.chat_template)
-        metadata = {"general.architecture": architecture, **{key: value for key, (_, value) in keys.items()}}
-        read = Tokenizer.from_gguf(metadata)
+    for choice, read in (_splittings if vocabulary.byte_level else _prefixes)(metadata):
         differs = probing.difference(wanted, read)
         if differs is None:
             _check_named(tokenizer, read)
-            return keys
-        differing.append(f"{name}: {differs}")
+            return keys | choice
+        differing += [f"{value}: {differs}" for _, value in choice.values()]
     raise TokenizerError(
-        "no splitting that a GGUF file can name gives the ids of this model's tokenizer",
+        "nothing that a GGUF file can say of splitting gives the ids of this model's tokenizer",
         found="; ".join(differing),
-        needed="one that agrees on every text that is compared",
+        needed="agreement on every text that is compared",
         do="use the model's own directory, whose tokenizer.json spells the splitting out",
     )
+
+
+Choice = tuple[dict[str, Key], Tokenizer]
+
+
+def _splittings(metadata: Mapping[str, Any]) -> Iterator[Choice]:
+    """A vocabulary of bytes under each pre-tokenizer (the first of several names for one). The vocabulary is built
+    once: with hundreds of thousands of merges that is most of the work."""
+    first = {definition: name for name, definition in reversed(PRE_TOKENIZERS.items())}
+    read = None
+    for definition, name in reversed(first.items()):
+        read = read or Tokenizer.from_gguf({**metadata, "tokenizer.ggml.pre": name})
+        split_as(read.parts.backend, definition)
+        yield {"tokenizer.ggml.pre": Key(TEXT, name)}, read
+
+
+def _prefixes(metadata: Mapping[str, Any]) -> Iterator[Choice]:
+    """A scored vocabulary with a space put before every text, and without."""
+    for flag in (True, False):
+        key = "tokenizer.ggml.add_space_prefix"
+        yield {key: Key(BOOL, flag)}, Tokenizer.from_gguf({**metadata, key: flag})
 
 
 @dataclass(frozen=True)
@@ -134,12 +148,18 @@ def _shared(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> dict[str, Key]:
     texts = {name: parts.special_texts.get(key) for key, name in _NAMED.items()}
     ids = {name: parts.backend.token_to_id(text) for name, text in texts.items() if text is not None}
     ids |= ends | ({"bos": bos} if bos is not None else {}) | ({"eos": eos} if eos is not None else {})
-    return {
+    keys = {
         "token_type": Key(NUMBERS, vocabulary.types),
         **{f"{name}_token_id": Key(U32, index) for name, index in ids.items()},
         "add_bos_token": Key(BOOL, bos is not None),
         "add_eos_token": Key(BOOL, eos is not None),
     }
+    template = parts.chat_template
+    return _ggml(keys) | ({"tokenizer.chat_template": Key(TEXT, template)} if template is not None else {})
+
+
+def _ggml(keys: Mapping[str, Key]) -> dict[str, Key]:
+    return {f"tokenizer.ggml.{name}": key for name, key in keys.items()}
 
 
 def _frame(tokenizer: Tokenizer) -> tuple[int | None, int | None]:
@@ -158,11 +178,8 @@ def _frame(tokenizer: Tokenizer) -> tuple[int | None, int | None]:
     return next(iter(before), None), next(iter(behind), None)
 
 
-Choices = dict[str, dict[str, Key]]
-
-
-def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Key], Choices]:
-    """Keys of a vocabulary of bytes, and for each pre-tokenizer the key that names it (the first of several names)."""
+def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Key], list[str]]:
+    """Keys of a vocabulary of bytes; and no token whose pairs come in another order."""
     spaced = next((pair for pair in vocabulary.merges if " " in "".join(pair)), None)
     if spaced or not vocabulary.merges:
         raise TokenizerError(
@@ -175,13 +192,11 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Key], Choices]:
         "tokens": Key(TEXTS, vocabulary.tokens),
         "merges": Key(TEXTS, [" ".join(pair) for pair in vocabulary.merges]),
     }
-    first = {definition: name for name, definition in reversed(PRE_TOKENIZERS.items())}
-    return keys, {name: {"pre": Key(TEXT, name)} for name in PRE_TOKENIZERS if name in first.values()}
+    return _ggml(keys), []
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> tuple[dict[str, Key], Choices, list[str]]:
-    """Keys of a scored vocabulary, the ways to treat a text's first space, and the tokens whose pairs come in another
-    order."""
+def _sentencepiece(vocabulary: _Vocabulary) -> tuple[dict[str, Key], list[str]]:
+    """Keys of a scored vocabulary, and the tokens whose pairs come in another order."""
     added = set(vocabulary.added)
     merges = [
         pair for pair in vocabulary.merges if not added.intersection((*pair, "".join(pair)))
@@ -210,8 +225,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[dict[str, Key], Choices, li
         "tokens": Key(TEXTS, vocabulary.tokens),
         "scores": Key(SCORES, [scores.get(token, 0.0) for token in vocabulary.tokens]),
     }
-    choices = {f"add_space_prefix {flag}": {"add_space_prefix": Key(BOOL, flag)} for flag in (True, False)}
-    return keys, choices, doubtful
+    return _ggml(keys), doubtful
 
 
 def _ranks(merges: list[tuple[str, str]]) -> dict[str, int]:
@@ -234,6 +248,7 @@ def _other_token(pair: tuple[str, str], other: tuple[str, str]) -> bool:
 def _texts(vocabulary: _Vocabulary, doubtful: list[str]) -> Iterator[str]:
     """All that is compared."""
     yield from probing.TEXTS
+    yield from probing.mixed()
     yield from probing.around(probing.spread(vocabulary.added))
     made = {"".join(pair) for pair in vocabulary.merges}
     normal = [t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == NORMAL]

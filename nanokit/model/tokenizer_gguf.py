@@ -137,14 +137,19 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Bac
         if not (left in vocab and right in vocab and left + right in vocab):
             raise _broken("merges", repr(merge), "two tokens whose concatenation is a token")
         merges.append((left, right))
-    backend = Backend(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))
-    if pre.nfc:
-        backend.normalizer = normalizers.NFC()
+    backend = Backend(models.BPE(vocab, merges))
+    split_as(backend, pre)
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre.adds_bos
+
+
+def split_as(backend: Backend, pre: PreTokenizer) -> None:
+    """Let a byte-level backend treat text as this pre-tokenizer says, whatever it did before."""
+    backend.model.ignore_merges = pre.ignore_merges
+    backend.normalizer = normalizers.NFC() if pre.nfc else None
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.splits]
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, spelling])
-    backend.decoder = decoders.ByteLevel()
-    return backend, pre.adds_bos
 
 
 def _sentencepiece(

@@ -6,6 +6,7 @@ come on top: one that no merge makes shows whether a whole word skips the merges
 for every text; a table of names alone, which is what converters go by, is none for any.
 """
 
+import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -37,6 +38,23 @@ TEXTS = (
     "\x00\x01\x1b[0m\x7f",
     "aaaa" * 20 + " " * 33 + "b" * 33 + "=" * 33 + "\n" * 7 + "\t" * 5,
 )
+# What pre-tokenizers tell apart, in any order; some of it often, so that runs of it come up.
+CHARACTERS = (
+    *"0123123\u0663",
+    *"aAbBzs",
+    *"  \n\n\t\r",
+    *".,/'-_(\"",
+    "'S",
+    "'ll",
+    "é",
+    "e\u0301",
+    "ß",
+    "Д",
+    "中",
+    "ก",
+    "🙂",
+)
+MIXED, MIXED_LENGTH = 600, 16  # texts of such characters, and how many in each
 FROM_VOCABULARY = 4000  # tokens; of those that no merge makes, as many again
 
 
@@ -66,6 +84,12 @@ def difference(wanted: Iterable[Probe], tokenizer: Tokenizer) -> str | None:
         if found.decoded != probe.decoded:
             return f"{_short(probe.ids)} is read as {found.decoded[1]!r:.60}, not {probe.decoded[1]!r:.60}"
     return None
+
+
+def mixed() -> list[str]:
+    """Texts of CHARACTERS drawn at random, the same every time: no list of good examples has all that meets."""
+    draw = random.Random(6)
+    return ["".join(draw.choices(CHARACTERS, k=MIXED_LENGTH)) for _ in range(MIXED)]
 
 
 def around(tokens: Iterable[str]) -> list[str]:
