@@ -40,6 +40,12 @@ def add_actions(model: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     verify.add_argument("--json", metavar="FILE", help="write the report there; - is standard output")
     verify.set_defaults(command=_verify)
 
+    smoke = model.add_parser("smoke", help="what a model file's behaviour says, when no source is at hand")
+    smoke.add_argument("file", help="a .gguf file")
+    smoke.add_argument("--preset", default="quick", help="smoke, quick (the default) or full: longer texts")
+    smoke.add_argument("--json", metavar="FILE", help="write the figures there; - is standard output")
+    smoke.set_defaults(command=_smoke)
+
 
 def _fetch(args: argparse.Namespace) -> int:
     from nanokit.model.fetch import TerminalProgress, fetch_default_model
@@ -73,6 +79,12 @@ def _verify(args: argparse.Namespace) -> int:
     from nanokit.lab import model_verify
 
     return model_verify.main(args)
+
+
+def _smoke(args: argparse.Namespace) -> int:
+    from nanokit.lab import model_verify
+
+    return model_verify.smoke(args)
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -1,8 +1,11 @@
-"""`nanokit model verify` at a terminal: a table of checks, and an exit code that a script can trust."""
+"""`nanokit model verify` and `smoke` at a terminal: a table, and an exit code that a script can trust."""
 
 import argparse
 import textwrap
 
+from nanokit.lab.bench.console import terminal_progress
+from nanokit.lab.experiments.smoke import SmokeParams
+from nanokit.lab.experiments.smoke import smoke as smoke_test
 from nanokit.lab.json_target import check_json_target, put
 from nanokit.lab.table import Table
 from nanokit.model.console import progress_bar
@@ -24,6 +27,20 @@ def main(args: argparse.Namespace) -> int:
         report = verify(args.file, against, progress=progress)
     put(args.json, f"{table(report)}\n\n{report.name}: {report.verdict}", report.to_json)
     return 1 if report.failed else 0
+
+
+def smoke(args: argparse.Namespace) -> int:
+    """Print what the behaviour of a file says; 1 where it says that something is wrong. Raises as `main` does, and what
+    the experiment raises."""
+    check_json_target(args.json)
+    found = smoke_test(
+        SmokeParams.from_mapping({"model": args.file, "preset": args.preset}), progress=terminal_progress()
+    )
+    verdict = (
+        "; ".join(found.found) or "nothing that a text can tell; nanokit model verify --against SOURCE tells the rest"
+    )
+    put(args.json, f"{found.table()}\n\n{found.settings['model']}: {verdict}", found.to_record)
+    return 1 if found.found else 0
 
 
 def table(report: Report) -> Table:

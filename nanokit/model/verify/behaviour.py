@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanokit.model.export import interleaved
-from nanokit.model.source import GGUFSource, unpermute
+from nanokit.model.source import GGUFSource, ModelSource, unpermute
 from nanokit.model.verify.meaning import HEAD
 from nanokit.model.verify.report import NEEDS_SOURCE, Check, Found, listed
 from nanokit.model.verify.variants import (
@@ -83,7 +83,7 @@ def asymmetry(values: Tensor) -> float:
     return float((mean / deviation).mean().abs() + skewness.mean().abs())
 
 
-def text_ids(source: GGUFSource, text: str, tokens: int) -> list[int]:
+def text_ids(source: ModelSource, text: str, tokens: int) -> list[int]:
     """The first tokens of a text of the kit's own, as many as the model's context takes."""
     ids = source.tokenizer.encode((data_dir() / text).read_text("utf-8"))
     return ids[: min(tokens, source.config.max_context)]
@@ -115,7 +115,7 @@ def behaviour(source: GGUFSource, weights: Weights, progress: Progress | None = 
 
 
 def _losses(
-    source: GGUFSource,
+    source: ModelSource,
     weights: Weights,
     ids: Sequence[int],
     tried: Mapping[str, Variant],
@@ -225,7 +225,7 @@ def _by_layer(seen: Asymmetry, source: GGUFSource, weights: Weights, progress: P
     return "warning", f"{names}: {look}; a text cannot confirm it ({_nats(found)}): {NEEDS_SOURCE}"
 
 
-def undone(source: GGUFSource, weights: Weights, layers: Sequence[int], progress: Progress | None = None) -> Gain:
+def undone(source: ModelSource, weights: Weights, layers: Sequence[int], progress: Progress | None = None) -> Gain:
     """What the text gains, all of it that there is, with gate and up of these layers in each other's place."""
     ids = text_ids(source, TEXT, 1 << 20)
     losses = _losses(source, weights, ids, {EVERYWHERE: swapped(layers)}, progress)

@@ -1,0 +1,217 @@
+"""What a model's behaviour says about its file when no source is at hand.
+
+Perplexity by position and the entropy of predictions on a fixed text; where a greedy answer begins to go in circles;
+how long the first token takes, beside the limit that memory sets. And, sharper than all of these, what the text says of
+the rope: the model is run with other bases and scales as well, side by side, and one that predicts the same tokens
+better than the file's own by more than chance points at the key that is wrong (nanokit.model.verify.variants). The
+usual bases of published models are tried; a base that is wrong by less than about twice stays unseen.
+
+Two rules of thumb are judged with it: a first token later than 800 ms is said to mean wrong rope parameters (T4), and
+repetition after about 50 tokens to mean wrongly split feed-forward weights (T5).
+"""
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from nanokit.engine.load import LoadedEngine, load
+from nanokit.engine.sampling import Sampling
+from nanokit.errors import ParameterError
+from nanokit.lab.bench.limit import reader
+from nanokit.lab.lock import measuring
+from nanokit.lab.params import Params, experiment_params, knob
+from nanokit.lab.progress import Progress, Silent, stop_if
+from nanokit.lab.quality.texts import text_names, text_path
+from nanokit.lab.result import Result
+from nanokit.lab.table import Table
+from nanokit.model.fetch import fetch_default_model
+from nanokit.model.load import open_model
+from nanokit.model.rope import Rope
+from nanokit.model.source import ModelSource
+from nanokit.model.verify.behaviour import Asymmetry, undone
+from nanokit.model.verify.divergence import by_position
+from nanokit.model.verify.variants import AS_IS, Gain, Head, Variant, final_states, gain
+from nanokit.model.weights import Weights, find_weights
+
+BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)  # of published models
+NEAR = 2.0  # times: a base within it makes the same text nearly as likely
+SCALES = {"frequencies halved": 2.0, "frequencies doubled": 0.5}  # -> factor to positions' divisor
+T4_MS, T5_TOKENS = 800.0, 60  # a first token later, a circle entered before
+LONGEST_PERIOD, LEAST_TURNS = 40, 3
+PROMPT_TOKENS = 48
+
+
+@experiment_params
+class SmokeParams(Params):
+    """Which file, and how long the texts are."""
+
+    model: str = knob("", "GGUF file; empty is the default model")
+    text: str = knob("evaluation", "name of a text in data/texts that is predicted")
+    tokens: int = knob(
+        0, "of the text", unit="tokens", low=32, high=8192, by_preset={"smoke": 96, "quick": 512, "full": 1024}
+    )
+    answer: int = knob(
+        0, "greedy tokens in which circles are looked for", unit="tokens", low=16, high=1024,
+        by_preset={"smoke": 64, "quick": 160, "full": 256},
+    )  # fmt: skip
+    repeats: int = knob(0, "first tokens timed", low=1, high=50, by_preset={"smoke": 2, "quick": 5, "full": 15})
+
+    def check(self) -> None:
+        if self.text not in text_names():
+            raise ParameterError("unknown text", found=repr(self.text), needed="one of " + ", ".join(text_names()))
+
+
+@dataclass(frozen=True)
+class SmokeResult(Result):
+    """Metrics: `ppl`, `ppl_<first>_<last>` by position, `entropy` (nats), `first_token_ms`, `first_token_limit_ms`,
+    `circle_from` (tokens before it; absent where there is none), `gain_<variant>` and `error_<variant>` (nats a token).
+    gains: of the variants that were tried; suspects: layers whose gate behaves like an up."""
+
+    gains: dict[str, Gain] = field(default_factory=dict)
+    suspects: dict[str, Gain] = field(default_factory=dict)
+    positions: list[tuple[int, int, float]] = field(default_factory=list)
+
+    @property
+    def slow_start(self) -> bool:
+        """What T4 takes for wrong rope parameters."""
+        return self.metrics["first_token_ms"] > T4_MS
+
+    @property
+    def early_circle(self) -> bool:
+        """What T5 takes for wrongly split feed-forward weights."""
+        return self.metrics.get("circle_from", math.inf) <= T5_TOKENS
+
+    @property
+    def found(self) -> list[str]:
+        """What the text says against the file, a sentence each; empty where it says nothing."""
+        said = {**self.gains, **self.suspects}
+        return [
+            f"{name}: the text gets likelier by {each.mean:.3g} ± {each.error:.2g} nats a token"
+            for name, each in said.items()
+            if each.certain
+        ]
+
+    def table(self) -> Table:
+        """A figure a row."""
+        m = self.metrics
+        places = ", ".join(f"{math.exp(min(loss, 700)):.4g} at {first}-{last}" for first, last, loss in self.positions)
+        circle = f"from token {m['circle_from']:.0f} on" if "circle_from" in m else f"none in {m['answer_tokens']:.0f}"
+        best = max(self.gains, key=lambda name: self.gains[name].mean, default=None)
+        rope = (
+            "nothing tried" if best is None else f"{best}, {self.gains[best].mean:+.3f} ± {self.gains[best].error:.3f}"
+        )
+        least = f"{m['prompt_tokens']:.0f} tokens; memory allows {m['first_token_limit_ms']:.1f} ms"
+        rows = [
+            ("perplexity", f"{m['ppl']:.4g} ({places})"),
+            ("entropy of predictions", f"{m['entropy']:.2f} nats, of {m['entropy_of_chance']:.2f} by chance"),
+            ("greedy answer goes in a circle", circle),
+            ("first token", f"{m['first_token_ms']:.0f} ms ({least})"),
+            ("the likeliest of other ropes", f"{rope} nats a token against the file's own"),
+            ("gates that behave like ups", ", ".join(self.suspects) or "none"),
+        ]
+        return Table(("looked at", "found"), rows)
+
+
+def smoke(p: SmokeParams, *, progress: Progress | None = None, cancel: threading.Event | None = None) -> SmokeResult:
+    """Look at how a file behaves.
+
+    Raises StoppedError when cancelled, BusyError while something else is measured, ModelFileError for a file that does
+    not load (`nanokit model verify` says why), and what `nanokit.load` raises.
+    """
+    progress = progress or Silent()
+    with measuring("a smoke test"):
+        progress.start(3, "the text")
+        source = open_model(p.model or fetch_default_model())
+        weights = find_weights(source.config, source)
+        result = _on_text(p, source, weights)
+        stop_if(cancel)
+        progress.step("an answer")
+        engine = load(p.model or None, prefix_cache=False)
+        answer, metrics = _answer(engine, p)
+        stop_if(cancel)
+        progress.step("first tokens")
+        metrics |= _first_token(engine, p)
+    settings = {"model": source.name, "kernels": engine.model.kernels, "text": p.text}
+    return replace(
+        result, metrics={**result.metrics, **metrics}, settings=settings, texts={"answer": answer}, remarks=result.found
+    )
+
+
+def _on_text(p: SmokeParams, source: ModelSource, weights: Weights) -> SmokeResult:
+    ids = source.tokenizer.encode(text_path(p.text).read_text("utf-8"))[: min(p.tokens, source.config.max_context)]
+    tried = other_ropes(source.config.rope)
+    seen = Asymmetry()
+    states = final_states(source.config, weights, ids, tried, see=seen.see)
+    head = Head(weights)
+    losses = {name: head.losses(each, ids) for name, each in states.items()}
+    entropy = [-(each.exp() * each).sum(-1) for each in head.log_probabilities(states[AS_IS][:-1])]
+    own = losses[AS_IS]
+    gains = {name: gain(own, losses[name]) for name in tried}
+    suspects = {f"blk.{at}.ffn_gate.weight": undone(source, weights, [at]) for at in seen.reversed_layers()}
+    positions = list(by_position(own))
+    metrics = {
+        "ppl": math.exp(min(float(own.mean()), 700)),
+        **{f"ppl_{first}_{last}": math.exp(min(loss, 700)) for first, last, loss in positions},
+        "entropy": statistics.fmean(float(v) for each in entropy for v in each),
+        "entropy_of_chance": math.log(source.config.vocab_size),
+        **{f"gain_{name}": each.mean for name, each in gains.items()},
+        **{f"error_{name}": each.error for name, each in gains.items()},
+    }
+    return SmokeResult(p, metrics, gains=gains, suspects=suspects, positions=positions)
+
+
+def other_ropes(own: Rope) -> dict[str, Variant]:
+    """The ropes that are tried: usual bases that are not near the file's own, other scales, and none."""
+    ropes = {f"rope base {base:,.0f}": replace(own, base=base) for base in BASES if not _near(base, own.base)}
+    ropes |= {name: replace(own, linear_factor=own.linear_factor * by) for name, by in SCALES.items()}
+    if own != (plain := Rope(own.base)) and plain not in ropes.values():
+        ropes["no rope scaling"] = plain
+    return {name: Variant(rope=rope) for name, rope in ropes.items()}
+
+
+def _near(a: float, b: float) -> bool:
+    return max(a / b, b / a) <= NEAR
+
+
+def _answer(engine: LoadedEngine, p: SmokeParams) -> tuple[str, dict[str, float]]:
+    prompt = engine.tokenizer.encode(text_path(p.text).read_text("utf-8"))[:PROMPT_TOKENS]
+    room = engine.config.max_context - len(prompt)
+    [done] = engine.generate([prompt], Sampling(max_tokens=min(p.answer, room), ignore_eos=True))
+    metrics = {"answer_tokens": float(len(done.token_ids))}
+    if (start := circle(done.token_ids)) is not None:
+        metrics["circle_from"] = float(start)
+    return done.text, metrics
+
+
+def circle(ids: Sequence[int]) -> int | None:
+    """Where a sequence begins to repeat itself until its end: the tokens before it. None where it does not, at least
+    LEAST_TURNS times over with a period of at most LONGEST_PERIOD tokens."""
+    starts = []
+    for period in range(1, LONGEST_PERIOD + 1):
+        at = len(ids)
+        while at > period and ids[at - 1] == ids[at - 1 - period]:
+            at -= 1
+        if len(ids) - (at - period) >= LEAST_TURNS * period and at < len(ids):
+            starts.append(at - period)
+    return min(starts, default=None)
+
+
+def _first_token(engine: LoadedEngine, p: SmokeParams) -> dict[str, float]:
+    """Median time to the first token of a prompt that nothing has cached, and what reading the weights once takes."""
+    ids = engine.tokenizer.encode(text_path(p.text).read_text("utf-8"))
+    read = reader(engine)
+    times, speeds = [], []
+    for at in range(p.repeats + 1):  # the first is warm-up
+        prompt = ids[at : at + PROMPT_TOKENS]
+        begun = time.perf_counter()
+        engine.generate([prompt], Sampling(max_tokens=1, ignore_eos=True))
+        times.append(1e3 * (time.perf_counter() - begun))
+        speeds.append(read())
+    return {
+        "prompt_tokens": float(PROMPT_TOKENS),
+        "first_token_ms": statistics.median(times[1:]),
+        "first_token_limit_ms": engine.model.bytes_per_token / statistics.median(speeds) / 1e6,
+    }
