@@ -10,7 +10,6 @@ accuracy with length); a tensor that is left out because nobody knows its name.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,18 +17,16 @@ from pathlib import Path
 import numpy as np
 
 from nanokit.errors import ParameterError, naming
-from nanokit.gguf.write import Entry, main_type, write_gguf
+from nanokit.gguf.write import Entry, write_gguf
 from nanokit.model.calibrate import Progress
 from nanokit.model.config import ModelConfig, override_rope
-from nanokit.model.export import entry_of
-from nanokit.model.export_keys import frequency_entry, model_keys
-from nanokit.model.export_tokenizer import tokenizer_keys
+from nanokit.model.export_model import gguf_parts
 from nanokit.model.load import open_model
 from nanokit.model.quantize import IN_GGUF
-from nanokit.model.requantize import Requantized, requantized
-from nanokit.model.source import ModelSource, SafetensorsSource, check_vocabulary
+from nanokit.model.requantize import requantized
+from nanokit.model.source import ModelSource, SafetensorsSource
 from nanokit.model.target import cannot_write, check_not_source, check_place, check_target
-from nanokit.model.weights import GLOBAL_NAMES, LAYER_NAMES, Linear, Matrix, Weights, find_weights
+from nanokit.model.verify.run import verify
 from nanokit.paths import replacing
 from nanokit.quant.policy import FLOAT_TYPES
 
@@ -77,16 +74,13 @@ def convert(
     check_not_source(path, source.files)
     with naming(source.name):
         source.config = _with_rope(source.config, rope_base, rope_scale, force)
-        check_vocabulary(source.name, source.tokenizer, source.config)
         rounded = requantized(source, kind, float_head="q8_0", misfit="f16")
-        entries = [*_entries(rounded)]
-        keys = model_keys(source.config, source.name, alignment=alignment, file_type=main_type(entries))
-        keys |= tokenizer_keys(source.tokenizer, source.config.vocab_size, source.config.architecture)
+        keys, entries = gguf_parts(rounded, alignment)
         check_place(path)
         try:
             with replacing(path) as scratch:
                 write_gguf(scratch, keys, _counted(entries, progress))
-                _verify(scratch, path.name, source)
+                _verify(scratch, path.name, source, progress)
         except OSError as error:
             raise cannot_write(path, str(error)) from error
     types = [each.type for each in entries]
@@ -130,33 +124,6 @@ def _with_rope(config: ModelConfig, base: float | None, scale: float | None, for
     return override_rope(config, base=base, scale=scale, force=force)
 
 
-def _entries(source: Requantized) -> Iterator[Entry]:
-    for name, target in _gguf_names(find_weights(source.config, source)):
-        yield entry_of(source, name, target)
-    frequencies = frequency_entry(source.config)
-    if frequencies is not None:
-        yield frequencies
-
-
-def _gguf_names(weights: Weights) -> Iterator[tuple[str, str]]:
-    """The name of every tensor in its source, and the one that it has in a GGUF file."""
-    yield from _of(weights.embedding, GLOBAL_NAMES["embedding"][0])
-    for index, layer in enumerate(weights.layers):
-        for part, (name, _) in LAYER_NAMES.items():
-            yield from _of(getattr(layer, part), f"blk.{index}.{name}")
-    yield from _of(weights.final_norm, GLOBAL_NAMES["final_norm"][0])
-    yield from _of(weights.head, GLOBAL_NAMES["head"][0])
-
-
-def _of(found: Matrix | Linear | None, name: str) -> Iterator[tuple[str, str]]:
-    if isinstance(found, Linear):
-        yield from _of(found.weight, name)
-        if found.bias is not None:
-            yield found.bias.name, f"{name}.bias"
-    elif found is not None:
-        yield found.name, f"{name}.weight"
-
-
 def _counted(entries: list[Entry], progress: Progress | None) -> list[Entry]:
     """The same, with a word to `progress` after each that has been made."""
     if progress is None:
@@ -170,7 +137,7 @@ def _counted(entries: list[Entry], progress: Progress | None) -> list[Entry]:
     return [replace(each, make=partial(make, each, number)) for number, each in enumerate(entries, 1)]
 
 
-def _verify(scratch: Path, name: str, source: ModelSource) -> None:
-    """Raise ModelFileError unless the file is what its source is."""
-    read = open_model(scratch)
-    find_weights(read.config, read)
+def _verify(scratch: Path, name: str, source: ModelSource, progress: Progress | None) -> None:
+    """Raise ModelFileError, naming what failed, unless the file is what its source is."""
+    report = verify(scratch, source, name=name, progress=progress)
+    report.raise_for("report this: the directory was read without an objection, and no file was left")

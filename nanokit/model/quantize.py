@@ -1,9 +1,10 @@
 """`nanokit quantize`: a model in, a smaller one out.
 
 The end of the target's name says what it becomes: `.safetensors`, which holds every format of the kit in one file
-(nanokit/model/saved.py), or `.gguf`, for formats that GGUF has and models that came from a GGUF file. There a matrix
-whose columns no block divides becomes F16, as llama.cpp makes it, and is named; rejected was to refuse it, for no other
-format of GGUF would fit it better. Nothing is half written: the file is renamed into place when it is complete.
+(nanokit/model/saved.py), or `.gguf`, for formats that GGUF has: a GGUF file is copied but for what the policy changes,
+a folder of safetensors is converted on the way. There a matrix whose columns no block divides becomes F16, as llama.cpp
+makes it, and is named; rejected was to refuse it, for no other format of GGUF would fit it better. Nothing is half
+written: the file is renamed into place when it is complete.
 """
 
 from dataclasses import dataclass
@@ -13,14 +14,17 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from nanokit.errors import ParameterError
-from nanokit.gguf.write import rewrite
+from nanokit.gguf.types import DEFAULT_ALIGNMENT
+from nanokit.gguf.write import rewrite, write_gguf
 from nanokit.model import saved
 from nanokit.model.calibrate import Progress, windows_in
 from nanokit.model.export import entry_of
+from nanokit.model.export_model import gguf_names, gguf_parts
 from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized, requantized
-from nanokit.model.source import GGUFSource, ModelSource
+from nanokit.model.source import GGUFSource, ModelSource, SafetensorsSource
 from nanokit.model.target import cannot_write, check_not_source, check_place, check_target
+from nanokit.model.weights import find_weights
 from nanokit.quant.ggml import GGML_FORMATS, TERNARY_FORMATS
 from nanokit.quant.policy import BY_TEXT, DEFAULT, FLOAT_HEAD, FLOAT_TYPES, Policy, parse_policy
 
@@ -78,24 +82,26 @@ def quantize(
         misfit="f16" if in_gguf else "",
     )
     try:
-        if isinstance(source, GGUFSource) and in_gguf:
+        if not in_gguf:
+            saved.write(found, path, found.policy.name)
+        elif isinstance(source, GGUFSource):
             changed = [*found.choices, *found.made.vectors]
             rewrite(source.file.path, path, {name: entry_of(found, name, name) for name in changed})
         else:
-            saved.write(found, path, found.policy.name)
+            write_gguf(path, *gguf_parts(found, DEFAULT_ALIGNMENT))
     except (SafetensorError, OSError) as error:
         raise cannot_write(path, str(error)) from error
-    return _written(path, found, source)
+    return _written(path, found)
 
 
 def _check_gguf(source: ModelSource, policy: Policy) -> None:
     """Raise ParameterError for what cannot become a GGUF file."""
-    if not isinstance(source, GGUFSource):
+    if not isinstance(source, GGUFSource | SafetensorsSource):
         raise ParameterError(
-            "only a GGUF file can be quantized into a GGUF file",
+            "a file of nanokit quantize cannot become a GGUF file",
             found=source.name,
-            needed="a .gguf file, or one of its shards",
-            do="write a .safetensors file",
+            needed="a .gguf file, or a folder of safetensors",
+            do="quantize the model that it was made from, or write a .safetensors file",
         )
     names = {rule.choice.format.name for rule in policy.rules if rule.choice.format}
     strangers = sorted(names - set(IN_GGUF)) or ([policy.name] if policy.auto_bits is not None else [])
@@ -130,12 +136,13 @@ def _texts(source: ModelSource, path: Path, policy: Policy) -> list[list[int]]:
     return windows
 
 
-def _written(path: Path, found: Requantized, source: ModelSource) -> Written:
-    names, new = list(found.choices), open_model(path)
-    weights = sum(prod(source.stored[name].shape) for name in names)
-    before, after = (
-        8 * sum(of.stored[name].nbytes for name in names) / weights if weights else 0.0 for of in (source, new)
-    )
-    types, now = (tuple(sorted({of.stored[name].type for name in names})) for of in (source, new))
+def _written(path: Path, found: Requantized) -> Written:
+    new = open_model(path)
+    renamed = {} if new.kind == found.kind else dict(gguf_names(find_weights(found.config, found)))
+    old_of = [found.base.stored[name] for name in found.choices]
+    new_of = [new.stored[renamed.get(name, name)] for name in found.choices]
+    weights = sum(prod(stored.shape) for stored in old_of)
+    before, after = (8 * sum(each.nbytes for each in of) / weights if weights else 0.0 for of in (old_of, new_of))
+    types, now = (tuple(sorted({each.type for each in of})) for of in (old_of, new_of))
     misfits = tuple(name for name, choice in found.choices.items() if choice.misfit)
     return Written(path, path.stat().st_size, found.policy.name, before, after, types, now, misfits)

@@ -39,7 +39,7 @@ def test_weights_are_those_that_the_type_keeps(policy: str, gguf: Path) -> None:
     for name, stored in base.stored.items():
         values = base.tensor(name)
         if len(stored.shape) == 2:
-            assert found.stored[name].type == policy.upper()
+            assert (found.stored[name].type, found.stored[name].coding) == (policy.upper(), None)
             assert found.stored[name].nbytes == values.numel() * DTYPES[policy].itemsize
             assert found.quantized(name, 0, stored.shape[0]) is None
             values = values.to(DTYPES[policy]).float()
@@ -90,6 +90,13 @@ def test_a_weight_beyond_half_precision_is_named(folder: Path, tmp_path: Path) -
     quantize(large, tmp_path / "out.safetensors", "f16;1.up=bf16")
     kept = open_model(tmp_path / "out.safetensors").tensor(name)[3, 5]
     assert np.isclose(kept, -7e4, rtol=2**-8)
+
+
+def test_a_head_of_floats_is_not_given_codes_for_floats_alone(folder: Path) -> None:
+    """It becomes codes so that the kernels run a model of codes, and these run none where layers are floats."""
+    head = "lm_head.weight"
+    assert requantized(open_model(folder), "mix:attn=f16,ffn=bf16").stored[head].type == "F32"
+    assert requantized(open_model(folder), "mix:attn=f16,ffn=q8_0").stored[head].type == "int8-sym-g32"
 
 
 def test_floats_beside_a_text(folder: Path) -> None:

@@ -231,7 +231,7 @@ def test_what_cannot_be_written(folder: Path, gguf: Path, tmp_path: Path) -> Non
     for model, target, policy, says in (
         (folder, there, "nvfp4", "exists already"),
         (folder, tmp_path / "out.bin", "nvfp4", "says what it becomes"),
-        (folder, tmp_path / "out.gguf", "q4_0", "only a GGUF file"),
+        (folder, tmp_path / "out.gguf", "nf4", "GGUF has no type for nf4"),
         (gguf, tmp_path / "out.gguf", "int4-sym-g32", "GGUF has no type for int4-sym-g32"),
         (gguf, tmp_path / "out.gguf", "auto:8", "GGUF has no type for auto:8"),
         (gguf, tmp_path / "out.gguf", "nvfp4+gptq", "GGUF has no type for nvfp4"),
@@ -273,6 +273,8 @@ def test_a_quantized_file_is_quantized_again(gguf: Path, tmp_path: Path) -> None
     """A file of ours is a model like any other."""
     quantize(gguf, tmp_path / "a.safetensors", "int8-sym-g32")
     quantize(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "int4-sym-g32")
+    with pytest.raises(ParameterError, match="cannot become a GGUF file"):
+        quantize(tmp_path / "a.safetensors", tmp_path / "b.gguf", "q4_0")
     source = requantized(open_model(gguf), "int8-sym-g32")
     twice = Requantized.matrix(requantized(source, "int4-sym-g32"), "blk.0.ffn_up.weight")  # type: ignore[arg-type]
     found = open_model(tmp_path / "b.safetensors").tensor("blk.0.ffn_up.weight")
