@@ -98,7 +98,8 @@ def _compared(ours: Matrix, theirs: Matrix, heads: int | None = None, mistakes: 
     bound = explained(ours.source.stored[ours.name]) + explained(theirs.source.stored[theirs.name])
     error, head, holds = _error(a, b), None, ""
     if heads is not None:
-        cosines = torch.cosine_similarity(a.reshape(heads, -1), b.reshape(heads, -1))
+        # in fp64: what fp32 loses in the sum is more than an exact copy may differ
+        cosines = torch.cosine_similarity(a.reshape(heads, -1).double(), b.reshape(heads, -1).double())
         head = (float(cosines.min()), int(cosines.argmin()))
     if error > bound:
         holds = next((what for what, make in (mistakes or {}).items() if _error(a, make(b)) < max(bound, LIKE)), "")
