@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from nanokit.errors import ParameterError
+from nanokit.errors import ParameterError, naming
 from nanokit.gguf.types import DEFAULT_ALIGNMENT
 from nanokit.gguf.write import rewrite, write_gguf
 from nanokit.model import saved
@@ -61,8 +61,8 @@ def quantize(
 
     calibration: a text file that awq, gptq, smooth and auto look at; None is a text of the kit's own. force: replace a
     file that is there. Raises ParameterError for a policy, name or text that cannot be used, ModelFileError for a model
-    that cannot be read, NanokitError for a place that cannot be written. Whatever can be refused is before a weight is
-    read.
+    that cannot be read, TokenizerError for a tokenizer that GGUF cannot say, NanokitError for a place that cannot be
+    written. Whatever can be refused is before a weight is read.
     """
     path, chosen = Path(target).expanduser(), parse_policy(policy)
     check_target(path, suffixes=(".safetensors", ".gguf"), force=force)
@@ -88,7 +88,9 @@ def quantize(
             changed = [*found.choices, *found.made.vectors]
             rewrite(source.file.path, path, {name: entry_of(found, name, name) for name in changed})
         else:
-            write_gguf(path, *gguf_parts(found, DEFAULT_ALIGNMENT))
+            with naming(source.name):
+                keys, entries = gguf_parts(found, DEFAULT_ALIGNMENT)
+            write_gguf(path, keys, entries)
     except (SafetensorError, OSError) as error:
         raise cannot_write(path, str(error)) from error
     return _written(path, found)
