@@ -139,5 +139,5 @@ def _counted(entries: list[Entry], progress: Progress | None) -> list[Entry]:
 
 def _verify(scratch: Path, name: str, source: ModelSource, progress: Progress | None) -> None:
     """Raise ModelFileError, naming what failed, unless the file is what its source is."""
-    report = verify(scratch, source, name=name, progress=progress)
+    report = verify(scratch, source, long=False, name=name, progress=progress)
     report.raise_for("report this: the directory was read without an objection, and no file was left")
