@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import compiled_model, save_tiny, tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizer_corpus import TEXTS
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import nanokit
 from nanokit.cli import main
 from nanokit.errors import ModelFileError, NanokitError, ParameterError
 from nanokit.gguf.reader import GGUFFile
+from nanokit.gguf.write import Key
 from nanokit.lab.experiments.agreement import logits_of
 from nanokit.model import convert as converting
+from nanokit.model import export, export_model
+from nanokit.model.config import ModelConfig
 from nanokit.model.convert import convert
 from nanokit.model.load import open_model
 
@@ -269,6 +274,60 @@ def test_nothing_is_left_of_a_conversion_that_fails(tmp_path: Path) -> None:
             convert(folder, out / name, force=True)
     assert [path.name for path in out.iterdir()] == ["old.gguf"]
     assert (out / "old.gguf").read_bytes() == b"old"
+
+
+def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's gate under the name of up, and up under that of gate."""
+    names = export_model.gguf_names
+    other = {"blk.0.ffn_gate.weight": "blk.0.ffn_up.weight", "blk.0.ffn_up.weight": "blk.0.ffn_gate.weight"}
+    monkeypatch.setattr(export_model, "gguf_names", lambda w: ((a, other.get(b, b)) for a, b in names(w)))
+
+
+def not_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q and k in the order of the directory."""
+    monkeypatch.setattr(export, "interleaved_heads", lambda *_: 0)
+
+
+def default_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rope base that readers fall back to."""
+    keys = export_model.model_keys
+
+    def changed(config: ModelConfig, *rest: Any, **more: Any) -> dict[str, Key]:
+        return keys(replace(config, rope=replace(config.rope, base=10000.0)), *rest, **more)
+
+    monkeypatch.setattr(export_model, "model_keys", changed)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [(swapped, r"blk\.0\.ffn_gate"), (not_permuted, r"blk\.0\.attn_q"), (default_base, "freq_base")],
+)
+def test_a_converter_that_errs_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], named: str
+) -> None:
+    """The next mistake of ours: the file is looked at before anybody can load it."""
+    model = model_of("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    folder = save_tiny(tmp_path / "hf", model, MERGES)
+    out = tmp_path / "out"
+    out.mkdir()
+    fault(monkeypatch)
+    with pytest.raises(ModelFileError, match=named):
+        convert(folder, out / "m.gguf", "q8_0")
+    assert not list(out.iterdir())
+
+
+def test_transformers_reads_the_same_tokenizer(tmp_path: Path, target: Path) -> None:
+    """Types of tokens, merges and special ids that only our own reader understands. (This splitting is one of those
+    that transformers knows in a GGUF file.)"""
+    folder = save_tiny(tmp_path / "hf", model_of("llama"), MERGES)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "<|end|>", "added_tokens_decoder": {}})
+    )
+    convert(folder, target, "f16")
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=target.name), open_model(folder).tokenizer
+    for text in [*TEXTS, "hello 12", "<s>hello</s>h<|end|> x"]:
+        assert oracle(text)["input_ids"] == tokenizer.encode(text), repr(text)
+    assert (oracle.bos_token_id, oracle.eos_token_id) == (256, 258)
 
 
 def test_more_tokens_than_rows_are_refused(tmp_path: Path, target: Path) -> None:
