@@ -46,6 +46,17 @@ def add_actions(model: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     smoke.add_argument("--json", metavar="FILE", help="write the figures there; - is standard output")
     smoke.set_defaults(command=_smoke)
 
+    repair = model.add_parser("repair", help="a new file with keys and tensors put right from the model's source")
+    repair.add_argument("file", help="the .gguf file that is wrong; it stays as it is")
+    repair.add_argument("target", metavar="OUT", help="….gguf")
+    repair.add_argument("--from", required=True, dest="origin", metavar="SOURCE", help="what it was made from")
+    repair.add_argument(
+        "--inject", action="extend", nargs="+", default=[], metavar="TENSOR",
+        help="also take these tensors, by GGUF name or pattern: blk.3.ffn_up.weight, 'blk.*.attn_k.weight'",
+    )  # fmt: skip
+    repair.add_argument("--force", action="store_true", help="replace a file that is there already")
+    repair.set_defaults(command=_repair)
+
 
 def _fetch(args: argparse.Namespace) -> int:
     from nanokit.model.fetch import TerminalProgress, fetch_default_model
@@ -85,6 +96,12 @@ def _smoke(args: argparse.Namespace) -> int:
     from nanokit.lab import model_verify
 
     return model_verify.smoke(args)
+
+
+def _repair(args: argparse.Namespace) -> int:
+    from nanokit.model.console import repair
+
+    return repair(args)
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from nanokit.model.calibrate import Progress
 from nanokit.model.quantize import quantize as write_quantized
 from nanokit.model.source import FLOATS
+from nanokit.model.verify.report import listed
 from nanokit.quant.policy import DEFAULT
 
 SHOWN = 4  # names of matrices in a message
@@ -56,6 +57,24 @@ def convert(args: argparse.Namespace) -> int:
     _say_misfits(written.misfits)
     types = ", ".join(f"{count} {name}" for name, count in written.types.items())
     _say(f"{types} tensors; the file has {written.nbytes / 1e6:.1f} MB")
+    print(written.path)
+    return 0
+
+
+def repair(args: argparse.Namespace) -> int:
+    """Write the file, say on standard error what was put right, and print its path."""
+    from nanokit.model.repair import repair as write_repaired
+
+    with progress_bar() as progress:
+        written = write_repaired(
+            args.file, args.target, args.origin, inject=args.inject, force=args.force, progress=progress
+        )
+    for said in written.keys:
+        _say(said)
+    for kind in dict.fromkeys(written.tensors.values()):
+        names = [name for name, each in written.tensors.items() if each == kind]
+        _say(f"from the source, in {kind}: {listed(names, SHOWN)}")
+    _say(f"verified against {args.origin}: {written.report.verdict}")
     print(written.path)
     return 0
 
