@@ -155,7 +155,7 @@ def read(file: GGUFFile, name: str) -> None:
                 assert getattr(got, part).shape == shape
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=300, deadline=5000)
 @given(content=files())
 def test_a_header_that_lies_is_refused_or_sound(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     """No crash, no hang, no memory for what a count claims, no weights from outside the tensor."""
