@@ -35,7 +35,7 @@ def meaning(file: GGUFFile) -> tuple[list[Check], GGUFSource | None, Weights | N
     checks = [Check(PART, "architecture", "ok", keys.architecture)]
     rules: dict[str, Callable[[_Keys], Found]] = {
         "required keys": _required, ROPE_BASE: _rope_base, ROPE_SCALING: _rope_scaling, "head counts": _head_counts,
-        "gate, up and down": _feed_forward, HEAD: _head, "vocabulary": _vocabulary, "special tokens": _special,
+        "gate, up and down": _feed_forward, HEAD: _head, "special tokens": _special, "vocabulary": _vocabulary,
         "chat template": _template,
     }  # fmt: skip
     checks += [Check(PART, name, *rule(keys)) for name, rule in rules.items()]
@@ -224,6 +224,8 @@ def _vocabulary(keys: _Keys) -> Found:
         return "not checked", f"vocabularies of the kind {kind!r} are not known to nanokit"
     if kind == "gpt2" and isinstance(pre, str) and pre not in PRE_TOKENIZERS:
         return "not checked", f"tokenizer.ggml.pre is {pre!r}, which is not known to nanokit"
+    if _special(keys)[0] == "failed":
+        return "not checked", "special tokens come first"
     try:
         tokenizer = Tokenizer.from_gguf(metadata)
     except TokenizerError as error:
