@@ -10,6 +10,7 @@ accuracy with length); a tensor that is left out because nobody knows its name.
 """
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,14 @@ def _with_rope(config: ModelConfig, base: float | None, scale: float | None, for
         base = None
     if scale is not None and math.isclose(scale, 1 / config.rope.linear_factor, rel_tol=_CLOSE):
         scale = None
-    return override_rope(config, base=base, scale=scale, force=force)
+    forced = override_rope(config, base=base, scale=scale, force=force)
+    for what, old, new in (
+        ("base", config.rope.base, forced.rope.base),
+        ("scale", 1 / config.rope.linear_factor, 1 / forced.rope.linear_factor),
+    ):
+        if old != new:
+            warnings.warn(f"rope {what} {new:g} instead of the source's {old:g}, as --force wants it", stacklevel=3)
+    return forced
 
 
 def _counted(entries: list[Entry], progress: Progress | None) -> list[Entry]:

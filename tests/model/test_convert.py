@@ -230,7 +230,9 @@ def test_rope_options_may_repeat_the_source_or_be_forced(folder: Path, target: P
         convert(folder, target, "f16")
     convert(folder, target, "f16", force=True)
     assert target.read_bytes() == plain
-    convert(folder, target, "f16", rope_base=5e5, rope_scale=0.25, force=True)
+    with pytest.warns(UserWarning, match="instead of the source's") as warned:
+        convert(folder, target, "f16", rope_base=5e5, rope_scale=0.25, force=True)
+    assert len(warned) == 2
     rope = open_model(target).config.rope
     assert (rope.base, rope.linear_factor) == (5e5, 4.0)
 
