@@ -100,7 +100,8 @@ def test_rope_scaling_is_kept(tmp_path: Path, rope: dict[str, Any]) -> None:
     own reading of the directory is what a converted file is compared with."""
     model = model_of("llama", rope_parameters=rope)
     target = tmp_path / "out.gguf"
-    convert(save_tiny(tmp_path / "hf", model, MERGES), target, "f32")
+    same = 0.25 if rope is LINEAR else 1.0  # what the directory says, as llama.cpp's scale: no override
+    convert(save_tiny(tmp_path / "hf", model, MERGES), target, "f32", rope_scale=same)
     expected = theirs(model)
     assert apart(ours(target), expected) < 1e-3
     assert apart(theirs(from_gguf(target)), expected) > 1e-2, "transformers has learned to scale: compare with it"
@@ -235,6 +236,18 @@ def test_rope_options_may_repeat_the_source_or_be_forced(folder: Path, target: P
     assert len(warned) == 2
     rope = open_model(target).config.rope
     assert (rope.base, rope.linear_factor) == (5e5, 4.0)
+
+
+def test_a_base_that_nobody_states_is_vouched_for(tmp_path: Path, target: Path) -> None:
+    """Taken from a default, it reads fine; with force the option is the statement."""
+    folder = save_tiny(tmp_path / "hf", model_of("llama"), MERGES)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFileError, match="rope base is missing"):
+        convert(folder, target, "f16", rope_base=3e4)
+    convert(folder, target, "f16", rope_base=3e4, force=True)
+    assert GGUFFile.open(target).metadata["llama.rope.freq_base"] == 3e4
 
 
 def test_a_file_of_the_source_is_never_replaced(tmp_path: Path, target: Path) -> None:
