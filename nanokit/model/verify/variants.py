@@ -104,14 +104,20 @@ class Head:
     @torch.inference_mode()
     def log_probabilities(self, states: Tensor) -> Iterator[Tensor]:
         """fp64 [at most ROWS, vocab_size] for the rows of `states`, in pieces."""
-        for rows in states.split(ROWS):
-            yield linear(rows, self._weight, self._bias).double().log_softmax(-1)
+        for logits in self._logits(states):
+            yield logits.double().log_softmax(-1)
 
+    @torch.inference_mode()
     def losses(self, states: Tensor, ids: Sequence[int]) -> Tensor:
         """-log P of every token but the first, nats, fp64 [len(ids) - 1]; NaN where numbers overflowed."""
         targets = torch.tensor(ids[1:]).split(ROWS)
-        pieces = zip(self.log_probabilities(states[:-1]), targets, strict=True)
-        return -torch.cat([each.gather(1, wanted[:, None])[:, 0] for each, wanted in pieces])
+        pieces = zip(self._logits(states[:-1]), targets, strict=True)
+        found = [each.logsumexp(-1) - each.gather(1, wanted[:, None])[:, 0] for each, wanted in pieces]
+        return torch.cat(found).double()
+
+    def _logits(self, states: Tensor) -> Iterator[Tensor]:
+        for rows in states.split(ROWS):
+            yield linear(rows, self._weight, self._bias)
 
 
 def gain(as_is: Tensor, variant: Tensor) -> Gain:
