@@ -31,6 +31,10 @@ class ModelFileError(NanokitError):
     """A model file or directory is missing, truncated, corrupt, foreign or of an unsupported kind."""
 
 
+class UnsupportedModelError(ModelFileError):
+    """A model that may well be sound, of a kind that the kit does not run."""
+
+
 class TokenizerError(NanokitError):
     """A tokenizer cannot be built, or a text cannot be encoded or rendered through the chat template."""
 

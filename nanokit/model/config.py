@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanokit.errors import ModelFileError, ParameterError
+from nanokit.errors import ModelFileError, ParameterError, UnsupportedModelError
 from nanokit.model.rope import Llama3Scaling, Rope
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -63,7 +63,7 @@ class ModelConfig:
 def check_architecture(name: object) -> str:
     """The architecture's name, or ModelFileError listing those that run."""
     if name not in ARCHITECTURES:
-        raise ModelFileError(
+        raise UnsupportedModelError(
             "this architecture is not supported",
             found=repr(name),
             needed="one of " + ", ".join(ARCHITECTURES),
@@ -140,14 +140,14 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     layer_types = raw.get("layer_types") or []
     full = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
     if raw.get("use_sliding_window") or not full:
-        raise ModelFileError(
+        raise UnsupportedModelError(
             "attention other than full attention is not supported",
             found=f"use_sliding_window {raw.get('use_sliding_window')}, layer_types {layer_types}"[:120],
             needed="every layer with full attention",
         )
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelFileError("the feed-forward activation is not supported", found=activation, needed="silu")
+        raise UnsupportedModelError("the feed-forward activation is not supported", found=activation, needed="silu")
 
 
 def _rope_from_transformers(raw: Mapping[str, Any], rope_base: float | None) -> Rope:
@@ -165,7 +165,7 @@ def _rope_from_transformers(raw: Mapping[str, Any], rope_base: float | None) -> 
     scaling = nested or legacy
     partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise ModelFileError(
+        raise UnsupportedModelError(
             "partial rotary embedding is not supported",
             found=f"partial_rotary_factor {partial!r}",
             needed="1, or none",
@@ -188,7 +188,7 @@ def _scaled(base: float, kind: str, scaling: Mapping[str, Any]) -> Rope:
             int(_positive(scaling, "original_max_position_embeddings")),
         )
         return Rope(base, llama3=rule)
-    raise ModelFileError(
+    raise UnsupportedModelError(
         "this rope scaling is not supported",
         found=kind,
         needed="default, linear or llama3",

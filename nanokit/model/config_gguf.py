@@ -8,7 +8,7 @@ contradiction is an error when the weights are read.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanokit.errors import ModelFileError
+from nanokit.errors import ModelFileError, UnsupportedModelError
 from nanokit.model.config import ModelConfig, check_architecture
 from nanokit.model.rope import Rope
 
@@ -27,19 +27,19 @@ def config_from_gguf(
     arch = check_architecture(metadata.get("general.architecture"))
     keys = _Keys(metadata, arch)
     if keys.get("expert_count", 0):
-        raise ModelFileError(
+        raise UnsupportedModelError(
             "mixture-of-experts models are not supported",
             found=f"{arch}.expert_count",
             needed="a dense model",
         )
     if keys.get("attention.sliding_window", 0):
-        raise ModelFileError(
+        raise UnsupportedModelError(
             "sliding-window attention is not supported",
             found=f"{arch}.attention.sliding_window",
             needed="every layer with full attention",
         )
     if not keys.get("attention.causal", True):
-        raise ModelFileError(
+        raise UnsupportedModelError(
             "the model is no language model: its attention looks ahead",
             found=f"{arch}.attention.causal = False",
             needed="causal attention",
@@ -107,7 +107,7 @@ def _rope(keys: _Keys, head_dim: int, frequency_factors: Sequence[float] | None,
     kind = keys.get("rope.scaling.type", "none")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind not in ("none", "linear"):
-        raise ModelFileError(
+        raise UnsupportedModelError(
             "this rope scaling is not supported",
             found=kind,
             needed="none, linear, or llama3 scaling as the tensor rope_freqs.weight",

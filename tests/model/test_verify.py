@@ -173,7 +173,6 @@ KEYS = {
     "epsilon is whole": ("llama.attention.layer_norm_rms_epsilon", Key(U32, 1), "required keys", "epsilon is a UINT32"),
     "rope base is 0": ("llama.rope.freq_base", Key(F32, 0.0), "rope base", "is 0.0"),
     "rope base is whole": ("llama.rope.freq_base", Key(U32, 10000), "rope base", "is a UINT32"),
-    "scaling unknown": ("llama.rope.scaling.alpha", Key(F32, 2.0), "rope scaling", "llama.rope.scaling.alpha"),
     "scaling a text": ("llama.rope.scaling.factor", Key(TEXT, "2"), "rope scaling", "rope.scaling.factor is a STRING"),
     "width of another model": (
         "llama.feed_forward_length",
@@ -205,9 +204,31 @@ def test_a_wrong_key_is_named(case: str, files: Mapping[str, Path], tmp_path: Pa
 
 def test_what_the_loader_alone_refuses_is_a_failure(files: Mapping[str, Path], tmp_path: Path) -> None:
     """A fault that no check knows by name must not pass for that."""
-    checks, source, weights = meaning(changed(files, tmp_path, **{"llama.expert_count": Key(U32, 8)}))
+    checks, source, weights = meaning(changed(files, tmp_path, **{"llama.attention.value_length": Key(U32, 20)}))
     assert [check.name for check in checks if check.verdict == "failed"] == ["tensors"]
     assert (source, weights) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("llama.expert_count", Key(U32, 8)), ("llama.attention.sliding_window", Key(U32, 64)),
+     ("llama.rope.scaling.type", Key(TEXT, "yarn"))],
+)  # fmt: skip
+def test_a_model_that_is_not_run_here_is_no_broken_one(
+    key: str, value: Key, files: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Experts, windows and YaRN are no faults of a file; nothing is known of it, and that is what is said."""
+    checks, source, _ = meaning(changed(files, tmp_path, **{key: value}))
+    assert not [check for check in checks if check.verdict == "failed"]
+    assert checks[-1].verdict == "not checked"
+    assert source is None
+
+
+def test_a_scaling_key_that_nobody_knows_is_said(files: Mapping[str, Path], tmp_path: Path) -> None:
+    """A misspelt key is one that every reader ignores."""
+    checks, *_ = meaning(changed(files, tmp_path, **{"llama.rope.scaling.alpha": Key(F32, 2.0)}))
+    said = {check.name: check for check in checks if check.verdict == "warning"}
+    assert "llama.rope.scaling.alpha" in said["rope scaling"].said
 
 
 def test_a_pre_tokenizer_that_is_unknown_is_no_fault(files: Mapping[str, Path], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ that no check knows by name is still a fault.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nanokit.errors import NanokitError, TokenizerError
+from nanokit.errors import NanokitError, TokenizerError, UnsupportedModelError
 from nanokit.gguf.reader import GGUFFile
 from nanokit.model.chat import ChatTemplate
 from nanokit.model.config import ARCHITECTURES
@@ -23,7 +23,10 @@ INTEGERS = ("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "UINT64", "IN
 SIZES = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 FUSED = {"phi3"}  # architectures whose files keep gate and up in one matrix, ffn_up
 ROPE_BASE, ROPE_SCALING, HEAD = "rope base", "rope scaling", "head"
-_SCALING = ("type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_log_multiplier")
+_SCALING = (
+    "type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_log_multiplier", "yarn_ext_factor",
+    "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
+)  # fmt: skip
 
 
 def meaning(file: GGUFFile) -> tuple[list[Check], GGUFSource | None, Weights | None]:
@@ -49,10 +52,14 @@ def meaning(file: GGUFFile) -> tuple[list[Check], GGUFSource | None, Weights | N
 
 
 def _refused(checks: list[Check], error: NanokitError) -> Check:
-    """What the loader says. A vocabulary of a kind that is not known here is no fault of the file."""
+    """What the loader says. A model or a vocabulary of a kind that is not known here is no fault of the file."""
     vocabulary = next(check for check in checks if check.name == "vocabulary")
     if isinstance(error, TokenizerError) and vocabulary.verdict == "not checked":
         return Check(PART, "tensors", "not checked", "the model cannot be run here without its vocabulary")
+    if isinstance(error, UnsupportedModelError):
+        return Check(
+            PART, "tensors", "not checked", f"nanokit does not run such models: {error.what}; found {error.found}"
+        )
     if any(check.verdict == "failed" for check in checks):
         return Check(PART, "tensors", "not checked", "the loader stops at what failed above")
     return Check(PART, "tensors", "failed", f"the loader refuses: {error.what}; found {error.found}")
@@ -129,7 +136,7 @@ def _rope_scaling(keys: _Keys) -> Found:
     }
     known = {keys.name(f"rope.scaling.{each}") for each in _SCALING} | {keys.name("rope.scale_linear")}
     if unknown := sorted(stated.keys() - known):
-        return "failed", f"{listed(unknown)} means nothing that is known"
+        return "warning", f"{listed(unknown)} means nothing that is known here"
     wrong = [
         keys.wrong(key, kinds, needed)
         for key, kinds, needed in (

@@ -12,9 +12,10 @@ from nanokit.errors import ModelFileError
 from nanokit.gguf.reader import GGUFFile
 from nanokit.model.verify.report import Check, Verdict, listed
 from nanokit.model.verify.variants import Progress
+from nanokit.quant.formats import FORMATS
 
 PART = "numbers"
-HUGE = 1000.0  # times the median row of its matrix; the default model's largest row reaches a hundredth of it
+HUGE = 1000.0  # times the median row of its matrix
 EMBEDDING = ("token_embd.weight", "output.weight")  # rows of tokens that never came up may be anything
 
 
@@ -23,9 +24,10 @@ def numbers(file: GGUFFile, progress: Progress | None = None) -> list[Check]:
     broken: list[str] = []
     dead: list[str] = []
     huge: list[str] = []
-    for at, (name, info) in enumerate(file.tensors.items()):
+    weights = {name: info for name, info in file.tensors.items() if info.type in FORMATS}
+    for at, (name, info) in enumerate(weights.items()):
         if progress is not None:
-            progress(at, len(file.tensors), "reading the weights")
+            progress(at, len(weights), "reading the weights")
         try:
             values = file.tensor(name)
         except ModelFileError as error:
@@ -38,12 +40,12 @@ def numbers(file: GGUFFile, progress: Progress | None = None) -> list[Check]:
             usual = float(np.median(reach))
             if usual > 0 and reach.max() > HUGE * usual:
                 huge.append(f"{name}: {reach.max():g} in row {reach.argmax()}, where rows reach {usual:g}")
-    return list(_checks(len(file.tensors), broken, dead, huge))
+    return list(_checks(len(weights), broken, dead, huge))
 
 
 def _checks(count: int, broken: list[str], dead: list[str], huge: list[str]) -> Iterator[Check]:
     found: tuple[tuple[str, list[str], Verdict, str], ...] = (
-        ("finite weights", broken, "failed", f"in all {count} tensors, scales included"),
+        ("finite weights", broken, "failed", f"in all {count} tensors of weights, scales included"),
         ("dead rows", dead, "warning", "no row of a matrix is all zero"),
         ("magnitudes", huge, "warning", f"no row is {HUGE:g} times as large as its matrix's median row"),
     )

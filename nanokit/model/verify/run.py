@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from nanokit.model.source import GGUFSource, ModelSource
 from nanokit.model.verify.behaviour import behaviour
@@ -35,22 +36,37 @@ def verify(
     """
     path = Path(path).expanduser()
     their_weights = None if against is None else find_weights(against.config, against)
-    checks, file = structure(path)
-    if file is not None:
-        more, source, weights = meaning(file)
-        checks += more
-        counted = numbers(file, progress)
-        checks += counted
-        finite = counted[0].verdict == "ok"
-        if source is not None and weights is not None and finite:
-            if against is None or their_weights is None:
-                checks += behaviour(source, weights, progress)
-            else:
-                checks += compare_keys(source, against)
-                checks += _compared(source, weights, against, their_weights, long, progress)
-        elif against is not None:
-            checks.append(Check("source", TENSORS, "not checked", "the file's own faults come first"))
+    checks, source, weights = inside(path, progress)
+    if source is not None and weights is not None:
+        if against is None or their_weights is None:
+            checks += behaviour(source, weights, progress)
+        else:
+            checks += compare_keys(source, against)
+            checks += _compared(source, weights, against, their_weights, long, progress)
+    elif against is not None:
+        checks.append(Check("source", TENSORS, "not checked", "the file's own faults come first"))
     return Report(name or path.name, None if against is None else against.name, merged(checks))
+
+
+class Inside(NamedTuple):
+    """checks: what a file says of itself, without running it; source, weights: None where that fails, and where a
+    weight is no number."""
+
+    checks: list[Check]
+    source: GGUFSource | None
+    weights: Weights | None
+
+
+def inside(path: Path, progress: Progress | None = None) -> Inside:
+    """Structure, meaning and numbers, as far as each can be opened. Raises ModelFileError for a path that leads to no
+    file."""
+    checks, file = structure(path)
+    if file is None:
+        return Inside(checks, None, None)
+    more, source, weights = meaning(file)
+    counted = numbers(file, progress)
+    sound = source is not None and weights is not None and counted[0].verdict == "ok"
+    return Inside([*checks, *more, *counted], source if sound else None, weights if sound else None)
 
 
 def _compared(

@@ -65,7 +65,8 @@ def _rope_scaling(a: ModelConfig, b: ModelConfig) -> Found:
     if a.head_dim != b.head_dim:
         return "not checked", "heads of another size than the source's"
     ours, theirs = (
-        config.rope.inverse_frequencies(config.head_dim) * config.rope.base ** (torch.arange(0, 1, 2 / config.head_dim))
+        config.rope.inverse_frequencies(config.head_dim)
+        * config.rope.base ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         for config in (a, b)
     )
     if torch.allclose(ours, theirs, rtol=1e-4):
