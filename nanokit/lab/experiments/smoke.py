@@ -130,10 +130,10 @@ def smoke(p: SmokeParams, *, progress: Progress | None = None, cancel: threading
         stop_if(cancel)
         progress.step("an answer")
         engine = load(p.model or None, prefix_cache=False)
-        answer, metrics = _answer(engine, p)
+        answer, metrics = greedy_answer(engine, p.text, p.answer)
         stop_if(cancel)
         progress.step("first tokens")
-        metrics |= _first_token(engine, p)
+        metrics |= first_token(engine, p.text, p.repeats)
     settings = {"model": source.name, "kernels": engine.model.kernels, "text": p.text}
     return replace(
         result, metrics={**result.metrics, **metrics}, settings=settings, texts={"answer": answer}, remarks=result.found
@@ -176,10 +176,11 @@ def _near(a: float, b: float) -> bool:
     return max(a / b, b / a) <= NEAR
 
 
-def _answer(engine: LoadedEngine, p: SmokeParams) -> tuple[str, dict[str, float]]:
-    prompt = engine.tokenizer.encode(text_path(p.text).read_text("utf-8"))[:PROMPT_TOKENS]
+def greedy_answer(engine: LoadedEngine, text: str, tokens: int) -> tuple[str, dict[str, float]]:
+    """How a text goes on after its first PROMPT_TOKENS tokens, and `answer_tokens` and `circle_from` of that."""
+    prompt = engine.tokenizer.encode(text_path(text).read_text("utf-8"))[:PROMPT_TOKENS]
     room = engine.config.max_context - len(prompt)
-    [done] = engine.generate([prompt], Sampling(max_tokens=min(p.answer, room), ignore_eos=True))
+    [done] = engine.generate([prompt], Sampling(max_tokens=min(tokens, room), ignore_eos=True))
     metrics = {"answer_tokens": float(len(done.token_ids))}
     if (start := circle(done.token_ids)) is not None:
         metrics["circle_from"] = float(start)
@@ -199,12 +200,12 @@ def circle(ids: Sequence[int]) -> int | None:
     return min(starts, default=None)
 
 
-def _first_token(engine: LoadedEngine, p: SmokeParams) -> dict[str, float]:
+def first_token(engine: LoadedEngine, text: str, repeats: int) -> dict[str, float]:
     """Median time to the first token of a prompt that nothing has cached, and what reading the weights once takes."""
-    ids = engine.tokenizer.encode(text_path(p.text).read_text("utf-8"))
+    ids = engine.tokenizer.encode(text_path(text).read_text("utf-8"))
     read = reader(engine)
     times, speeds = [], []
-    for at in range(p.repeats + 1):  # the first is warm-up
+    for at in range(repeats + 1):  # the first is warm-up
         prompt = ids[at : at + PROMPT_TOKENS]
         begun = time.perf_counter()
         engine.generate([prompt], Sampling(max_tokens=1, ignore_eos=True))
