@@ -31,7 +31,9 @@ START, COUNTS, KEYS, ALIGNMENT, TENSORS, PLACES, SIZE = PARTS = (
 class HeaderError(ModelFileError):
     """A header that cannot be read. part: one of PARTS."""
 
-    def __init__(self, part: str, what: str, *, found: object, needed: object, do: str | None) -> None:
+    def __init__(
+        self, what: str, *, found: object = None, needed: object = None, do: str | None = None, part: str = START
+    ) -> None:
         super().__init__(what, found=found, needed=needed, do=do)
         self.part = part
 
@@ -46,7 +48,7 @@ class Cursor:
         self.elements_left = types.MAX_ELEMENTS
 
     def fail(self, what: str, found: object, needed: object, do: str = AGAIN) -> NoReturn:
-        raise HeaderError(self.part, f"{self.path}: {what}", found=found, needed=needed, do=do)
+        raise HeaderError(f"{self.path}: {what}", found=found, needed=needed, do=do, part=self.part)
 
     def need(self, n: int, what: str) -> int:
         """Step over n bytes and return where they begin."""
