@@ -23,6 +23,7 @@ INTEGERS = ("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "UINT64", "IN
 SIZES = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 FUSED = {"phi3"}  # architectures whose files keep gate and up in one matrix, ffn_up
 ROPE_BASE, ROPE_SCALING, HEAD = "rope base", "rope scaling", "head"
+_OWN = f"{NEEDS_SOURCE} (nanokit model smoke tries some others)"
 _SCALING = (
     "type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_log_multiplier", "yarn_ext_factor",
     "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
@@ -125,7 +126,7 @@ def _rope_base(keys: _Keys) -> Found:
     base = keys.get("rope.freq_base")
     if not 0 < base < float("inf"):
         return "failed", f"{keys.name('rope.freq_base')} is {base}, no positive number"
-    return "not checked", f"{keys.name('rope.freq_base')} says {base:g}; whether that is the model's own {NEEDS_SOURCE}"
+    return "not checked", f"{keys.name('rope.freq_base')} says {base:g}; whether that is the model's own {_OWN}"
 
 
 def _rope_scaling(keys: _Keys) -> Found:
@@ -150,7 +151,7 @@ def _rope_scaling(keys: _Keys) -> Found:
         return "failed", "; ".join(faults)
     parts = [f"{name} = {value}" for name, value in stated.items()]
     parts += ["the tensor rope_freqs.weight"] if "rope_freqs.weight" in keys.file.tensors else []
-    return "not checked", f"{'; '.join(parts) or 'none'}; whether that is the model's own {NEEDS_SOURCE}"
+    return "not checked", f"{'; '.join(parts) or 'none'}; whether that is the model's own {_OWN}"
 
 
 def _head_counts(keys: _Keys) -> Found:

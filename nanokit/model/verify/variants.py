@@ -29,7 +29,9 @@ from nanokit.model.windows import read_layer, run_layer, windows_of
 
 AS_IS = "as it is"
 ROWS = 64  # whose logits are computed together
-CERTAIN = 4.0  # standard errors that a gain has to reach: one file in 30,000 would by chance
+# Standard errors that a gain has to reach. Several variants are tried and neighbouring tokens are not independent, so
+# the usual two would accuse sound files.
+CERTAIN = 4.0
 
 See = Callable[[int, Tensor, Tensor], None]  # of the file as it is: layer, what gate gives, what up gives
 Progress = Callable[[int, int, str], None]
