@@ -14,17 +14,27 @@ cannot be caught here (the system ends the process).
 """
 
 import mmap
-import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from nanokit.gguf import types
 from nanokit.gguf.cursor import ALIGNMENT, COUNTS, KEYS, PLACES, SIZE, TENSORS, U32, U64, Cursor
 from nanokit.gguf.mapping import map_file, refuse_foreign
+from nanokit.gguf.values import ValueKind, read_value
+
+__all__ = [
+    "Header",
+    "Table",
+    "TableEntry",
+    "TensorInfo",
+    "ValueKind",
+    "padded",
+    "read_header",
+    "read_table",
+    "usable_alignment",
+]
 
 _LEAST_INFO = 8 + 1 + 4 + 8 + 4 + 8  # a name of one byte, one dimension
 _LEAST_PAIR = 8 + 1 + 4 + 1  # a key of one byte, a value of one byte
@@ -46,13 +56,6 @@ class TensorInfo:
     file: Path
 
 
-class ValueKind(NamedTuple):
-    """As what the file stores a value: "UINT32", "STRING", …; element: of an array, "" otherwise."""
-
-    type: str
-    element: str = ""
-
-
 @dataclass(frozen=True)
 class Header:
     """One file's metadata and tensor table, with the map that the tensors lie in. kinds: of the metadata's values."""
@@ -66,8 +69,65 @@ class Header:
     mapped: mmap.mmap
 
 
+class TableEntry(NamedTuple):
+    """A tensor as the table has it. shape: numpy order; offset: from the start of the data, as stored."""
+
+    type: types.TensorType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Without padding."""
+        return prod(self.shape) // self.type.block_size * self.type.block_bytes
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a file says, before its alignment and its offsets are believed. end: where the table does, in bytes."""
+
+    path: Path
+    version: int
+    metadata: dict[str, Any]
+    kinds: dict[str, ValueKind]
+    entries: dict[str, TableEntry]
+    end: int
+    mapped: mmap.mmap
+
+
 def read_header(path: Path) -> Header:
     """Map and check one file. Raises ModelFileError for anything but a sound GGUF file of version 2 or 3."""
+    cursor, version, n_tensors, metadata, kinds = _read_keys(path)
+    cursor.part = ALIGNMENT
+    alignment = _checked_alignment(cursor, metadata, kinds, n_tensors)
+    cursor.part = TENSORS
+    entries = _read_tensors(cursor, n_tensors)
+    cursor.part = PLACES
+    tensors = _placed(cursor, entries, alignment)
+    return Header(path, version, alignment, metadata, kinds, tensors, cursor.mapped)
+
+
+def read_table(path: Path) -> Table:
+    """Map one file and read its header, leaving alignment and offsets as they stand. Raises HeaderError for any other
+    fault of the header."""
+    cursor, version, n_tensors, metadata, kinds = _read_keys(path)
+    cursor.part = TENSORS
+    entries = _read_tensors(cursor, n_tensors)
+    return Table(path, version, metadata, kinds, entries, cursor.at, cursor.mapped)
+
+
+def usable_alignment(value: object, kind: ValueKind) -> bool:
+    """Whether it can be one, as it is stored."""
+    return kind.type == "UINT32" and isinstance(value, int) and value > 0 and not value & (value - 1)
+
+
+def padded(n: int, alignment: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-n // alignment) * alignment
+
+
+def _read_keys(path: Path) -> tuple[Cursor, int, int, dict[str, Any], dict[str, ValueKind]]:
+    """Up to the tensor table: the place there, version, number of tensors, metadata and its kinds."""
     mapped = map_file(path)
     refuse_foreign(path, mapped)
     cursor = Cursor(path, mapped)
@@ -77,13 +137,7 @@ def read_header(path: Path) -> Header:
     n_pairs = cursor.count("the number of metadata keys", least_bytes=_LEAST_PAIR)
     cursor.part = KEYS
     metadata, kinds = _read_metadata(cursor, n_pairs)
-    cursor.part = ALIGNMENT
-    alignment = _checked_alignment(cursor, metadata, kinds, n_tensors)
-    cursor.part = TENSORS
-    entries = _read_tensors(cursor, n_tensors)
-    cursor.part = PLACES
-    tensors = _placed(cursor, entries, alignment)
-    return Header(path, version, alignment, metadata, kinds, tensors, mapped)
+    return cursor, version, n_tensors, metadata, kinds
 
 
 def _read_version(cursor: Cursor) -> int:
@@ -115,7 +169,7 @@ def _read_metadata(cursor: Cursor, n_pairs: int) -> tuple[dict[str, Any], dict[s
         what = f"metadata key {key!r}"
         if key in metadata:
             cursor.fail(f"{what} is there twice", found="a second entry", needed="one entry")
-        metadata[key], kinds[key] = _read_value(cursor, what)
+        metadata[key], kinds[key] = read_value(cursor, what)
     return metadata, kinds
 
 
@@ -123,7 +177,7 @@ def _checked_alignment(cursor: Cursor, metadata: dict[str, Any], kinds: dict[str
     """It decides where the data begins; where there are data, that cannot be behind the file's end."""
     value = metadata.get("general.alignment", types.DEFAULT_ALIGNMENT)
     kind = kinds.get("general.alignment", ValueKind("UINT32"))
-    if kind.type != "UINT32" or value == 0 or value & (value - 1):
+    if not usable_alignment(value, kind):
         cursor.fail(
             "general.alignment is unusable",
             found=f"{value!r} of type {kind.type}",
@@ -134,81 +188,9 @@ def _checked_alignment(cursor: Cursor, metadata: dict[str, Any], kinds: dict[str
     return int(value)
 
 
-def _read_value(cursor: Cursor, what: str) -> tuple[Any, ValueKind]:
-    type_id: int = cursor.number(U32, f"the type of {what}")
-    if type_id == types.STRING:
-        return cursor.string(what), ValueKind("STRING")
-    if type_id == types.ARRAY:
-        return _read_array(cursor, what)
-    if type_id not in types.SCALARS:
-        cursor.fail(f"{what} has an unknown type", found=type_id, needed="0 to 12, as GGUF numbers them")
-    name, layout = types.SCALARS[type_id]
-    value = cursor.number(layout, what)
-    return _as_bool(cursor, what, value) if type_id == types.BOOL else value, ValueKind(name)
-
-
-def _as_bool(cursor: Cursor, what: str, value: int) -> bool:
-    if value > 1:
-        cursor.fail(f"{what} is no truth value", found=value, needed="0 or 1")
-    return value == 1
-
-
-def _read_array(cursor: Cursor, what: str) -> tuple[list[Any], ValueKind]:
-    """A list of Python values; an empty one is allowed."""
-    type_id: int = cursor.number(U32, f"the element type of {what}")
-    if type_id != types.STRING and type_id not in types.SCALARS:
-        name = types.VALUE_NAMES.get(type_id, f"type {type_id}")
-        cursor.fail(f"{what} is an array of {name}", found=name, needed="numbers, truth values or strings")
-    kind = ValueKind("ARRAY", types.VALUE_NAMES[type_id])
-    n: int = cursor.number(U64, f"the length of {what}")
-    least = U64.size if type_id == types.STRING else types.SCALARS[type_id][1].size
-    if n * least > cursor.size - cursor.at:
-        cursor.fail(
-            f"the array of {what} reaches past the end of the file",
-            found=f"{cursor.size - cursor.at} bytes left of a file of {cursor.size}",
-            needed=f"at least {n * least} bytes for {n} elements",
-        )
-    cursor.elements_left -= n
-    if cursor.elements_left < 0:
-        cursor.fail(
-            f"{what} is too long",
-            found=f"{n} elements",
-            needed=f"{types.MAX_ELEMENTS} in all arrays together",
-        )
-    if type_id == types.STRING:
-        return _read_strings(cursor, what, n), kind
-    begin = cursor.need(n * least, what)
-    values: list[Any] = np.frombuffer(cursor.mapped, types.SCALARS[type_id][1].format, n, begin).tolist()
-    return [_as_bool(cursor, what, value) for value in values] if type_id == types.BOOL else values, kind
-
-
-def _read_strings(cursor: Cursor, what: str, n: int) -> list[str]:
-    """The vocabulary's loop: `cursor.string` unrolled, as hundreds of thousands of calls would cost."""
-    mapped, size, at, length_at = cursor.mapped, cursor.size, cursor.at, U64.unpack_from
-    strings: list[str] = []
-    add = strings.append
-    try:
-        for _ in range(n):
-            begin = at + 8
-            end = begin + length_at(mapped, at)[0]
-            if end > size:
-                break
-            add(str(mapped[begin:end], "utf-8"))
-            at = end
-    except (struct.error, UnicodeDecodeError):
-        pass  # read once more below, which says what is wrong and where
-    cursor.at = at
-    while len(strings) < n:
-        strings.append(cursor.string(f"element {len(strings)} of {what}"))
-    return strings
-
-
-_Entry = tuple[types.TensorType, tuple[int, ...], int]
-
-
-def _read_tensors(cursor: Cursor, n_tensors: int) -> dict[str, _Entry]:
-    """All infos: type, shape in numpy order, and offset from the start of the data."""
-    entries: dict[str, _Entry] = {}
+def _read_tensors(cursor: Cursor, n_tensors: int) -> dict[str, TableEntry]:
+    """All infos."""
+    entries: dict[str, TableEntry] = {}
     for i in range(n_tensors):
         name = cursor.string(f"the name of tensor {i + 1} of {n_tensors}", types.MAX_NAME_BYTES)
         what = f"tensor {name!r}"
@@ -218,36 +200,35 @@ def _read_tensors(cursor: Cursor, n_tensors: int) -> dict[str, _Entry]:
     return entries
 
 
-def _placed(cursor: Cursor, entries: dict[str, _Entry], alignment: int) -> dict[str, TensorInfo]:
+def _placed(cursor: Cursor, entries: dict[str, TableEntry], alignment: int) -> dict[str, TensorInfo]:
     """Their places in the file: the data begins after the last info, padded. All offsets are compared before all sizes,
     so that a wrong offset is not taken for a short file."""
-    data_begin = _padded(cursor.at, alignment)
-    sizes = {name: prod(shape) // kind.block_size * kind.block_bytes for name, (kind, shape, _) in entries.items()}
+    data_begin = padded(cursor.at, alignment)
     expected = 0
-    for name, (_, _, offset) in entries.items():
-        if offset != expected:
+    for name, entry in entries.items():
+        if entry.offset != expected:
             cursor.fail(
                 f"tensor {name!r} is not where its predecessor ends",
-                found=f"offset {offset}",
+                found=f"offset {entry.offset}",
                 needed=f"offset {expected} (no gap, no overlap, general.alignment {alignment})",
             )
-        expected = _padded(offset + sizes[name], alignment)
+        expected = padded(entry.offset + entry.nbytes, alignment)
     cursor.part = SIZE
     tensors: dict[str, TensorInfo] = {}
-    for name, (kind, shape, offset) in entries.items():
-        left = max(0, cursor.size - data_begin - offset)
-        if sizes[name] > left:
+    for name, entry in entries.items():
+        begin, nbytes = data_begin + entry.offset, entry.nbytes
+        left = max(0, cursor.size - begin)
+        if nbytes > left:
             cursor.fail(
                 f"the file ends before tensor {name!r} does",
                 found=f"{left} of its bytes (the file has {cursor.size})",
-                needed=f"{sizes[name]} bytes from byte {data_begin + offset} on",
+                needed=f"{nbytes} bytes from byte {begin} on",
             )
-        tensors[name] = TensorInfo(name, kind.name, shape, data_begin + offset, sizes[name], cursor.path)
+        tensors[name] = TensorInfo(name, entry.type.name, entry.shape, begin, nbytes, cursor.path)
     return tensors
 
 
-def _read_info(cursor: Cursor, what: str) -> _Entry:
-    """Type, shape in numpy order, and offset from the start of the data, of one tensor."""
+def _read_info(cursor: Cursor, what: str) -> TableEntry:
     n_dims: int = cursor.number(U32, f"the dimensions of {what}")
     if not 1 <= n_dims <= types.MAX_DIMS:
         cursor.fail(f"{what} has an impossible number of dimensions", n_dims, f"1 to {types.MAX_DIMS}")
@@ -271,8 +252,4 @@ def _read_info(cursor: Cursor, what: str) -> _Entry:
             found=f"{dims[0]} columns",
             needed=f"a multiple of {kind.block_size}",
         )
-    return kind, shape, offset
-
-
-def _padded(n: int, alignment: int) -> int:
-    return -(-n // alignment) * alignment
+    return TableEntry(kind, shape, offset)

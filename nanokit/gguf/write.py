@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanokit.errors import ModelFileError
 from nanokit.gguf import types
 from nanokit.gguf.header import ValueKind
 from nanokit.gguf.reader import GGUFFile
@@ -51,14 +52,23 @@ class Entry:
 def write_gguf(target: Path, keys: Mapping[str, Key], entries: Iterable[Entry]) -> None:
     """Write `target` with this metadata and these tensors, in this order; an existing file is replaced at the end.
 
-    keys: "general.architecture" among them; "general.alignment" (32 without it) is honoured. Raises OSError for a place
-    that cannot be written, ValueError, from the library, for values that are not of their kind.
+    keys: "general.architecture" among them; "general.alignment" (32 without it) is honoured. Raises ModelFileError
+    without an architecture and for a tensor that is made with another number of bytes than it has to have; OSError for
+    a place that cannot be written; ValueError, from the library, for values that are not of their kind.
     """
+    architecture = keys.get("general.architecture")
+    if architecture is None:
+        raise ModelFileError(
+            "a GGUF file without an architecture cannot be written",
+            found=f"no general.architecture among {len(keys)} keys",
+            needed="what kind of model it is, such as llama",
+            do="convert the model again from its source",
+        )
     import gguf  # takes half a second
 
     entries = list(entries)
     with replacing(target) as scratch:
-        writer = gguf.GGUFWriter(scratch, str(keys["general.architecture"].value))
+        writer = gguf.GGUFWriter(scratch, str(architecture.value))
         for name, (kind, value) in keys.items():
             if name == "general.alignment":
                 writer.add_custom_alignment(value)
@@ -74,10 +84,21 @@ def write_gguf(target: Path, keys: Mapping[str, Key], entries: Iterable[Entry]) 
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for each in entries:
-                writer.write_tensor_data(np.ascontiguousarray(each.make()).reshape(-1).view(np.uint8))
+                writer.write_tensor_data(_made(each))
         finally:
             logging.getLogger("gguf.gguf_writer").setLevel(level)
             writer.close()
+
+
+def _made(entry: Entry) -> np.ndarray:
+    data = np.ascontiguousarray(entry.make()).reshape(-1).view(np.uint8)
+    if data.nbytes != entry.nbytes:
+        raise ModelFileError(
+            f"tensor {entry.name!r} has another size than its shape and type say",
+            found=f"{data.nbytes} bytes",
+            needed=f"{entry.nbytes} bytes for {list(entry.shape)} in {entry.type}",
+        )
+    return data
 
 
 def _announce(writer: Any, entry: Entry) -> None:

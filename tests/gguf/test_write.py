@@ -11,6 +11,7 @@ from handmade_gguf import array, gguf_bytes, info, pair, small_file, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanokit.errors import ModelFileError
 from nanokit.gguf import types
 from nanokit.gguf.header import ValueKind
 from nanokit.gguf.reader import GGUFFile
@@ -124,17 +125,26 @@ def fails() -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("make", "error"), [(fails, ZeroDivisionError), (lambda: np.zeros(3, np.float32), AssertionError)]
+    ("make", "error"),
+    [(fails, ZeroDivisionError), (lambda: np.zeros(3, np.float32), ModelFileError)],
 )
 def test_what_stops_in_the_middle_leaves_the_old_file(tmp_path: Path, make: Any, error: type[Exception]) -> None:
     """A tensor that cannot be made, or comes with another number of bytes: no half of a file, and nothing beside it."""
     own, target = tmp_path / "own.gguf", tmp_path / "copy.gguf"
     own.write_bytes(small_file())
     target.write_bytes(b"before")
-    with pytest.raises(error):
+    with pytest.raises(error, match="'head'" if error is ModelFileError else None):
         rewrite(own, target, {"head": Entry("head", "F32", (2, 2), make)})
     assert target.read_bytes() == b"before"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["copy.gguf", "own.gguf"]
+
+
+def test_a_source_without_an_architecture_is_refused(tmp_path: Path) -> None:
+    """The library asks for one; a KeyError would tell nobody what is missing."""
+    (tmp_path / "own.gguf").write_bytes(gguf_bytes([], [info("norm", [4])], bytes(32)))
+    with pytest.raises(ModelFileError, match=r"general\.architecture"):
+        rewrite(tmp_path / "own.gguf", tmp_path / "copy.gguf", {})
+    assert [each.name for each in tmp_path.iterdir()] == ["own.gguf"]
 
 
 def test_tensors_are_made_one_at_a_time(tmp_path: Path) -> None:
