@@ -1,12 +1,14 @@
-"""`nanokit quantize` and `nanokit model convert` at a terminal."""
+"""`nanokit quantize` and `nanokit model convert` and `repair` at a terminal."""
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from tqdm import tqdm
 
+from nanokit.errors import ParameterError
 from nanokit.model.calibrate import Progress
 from nanokit.model.quantize import quantize as write_quantized
 from nanokit.model.source import FLOATS
@@ -40,25 +42,47 @@ def quantize(args: argparse.Namespace) -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Write the file, say on standard error what is in it, and print its path."""
-    from nanokit.model.convert import convert as write_converted
+    """Write the file or the folder, as its name says; say on standard error what is in it, and print its path."""
+    from nanokit.model import convert as converting
+    from nanokit.model import export_directory as exporting
 
     with progress_bar() as progress:
-        written = write_converted(
-            args.source,
-            args.target,
-            args.type,
-            alignment=args.align,
-            rope_base=args.rope_freq_base,
-            rope_scale=args.rope_freq_scale,
-            force=args.force,
-            progress=progress,
-        )
+        if Path(args.target).suffix.lower() == ".gguf":
+            written = converting.convert(
+                args.source,
+                args.target,
+                args.type or converting.DEFAULT_TYPE,
+                alignment=converting.DEFAULT_ALIGNMENT if args.align is None else args.align,
+                rope_base=args.rope_freq_base,
+                rope_scale=args.rope_freq_scale,
+                force=args.force,
+                progress=progress,
+            )
+        else:
+            _refuse_file_options(args)
+            written = exporting.export_directory(
+                args.source, args.target, args.type or exporting.DEFAULT_TYPE, force=args.force, progress=progress
+            )
     _say_misfits(written.misfits)
     types = ", ".join(f"{count} {name}" for name, count in written.types.items())
-    _say(f"{types} tensors; the file has {written.nbytes / 1e6:.1f} MB")
+    _say(f"{types} tensors; {written.nbytes / 1e6:.1f} MB")
     print(written.path)
     return 0
+
+
+def _refuse_file_options(args: argparse.Namespace) -> None:
+    options = {
+        "--align": args.align,
+        "--rope-freq-base": args.rope_freq_base,
+        "--rope-freq-scale": args.rope_freq_scale,
+    }
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ParameterError(
+            f"{', '.join(given)} says nothing of a folder",
+            found=args.target,
+            needed="OUT.gguf as the name of the new file; a folder takes its rope parameters from the file",
+        )
 
 
 def repair(args: argparse.Namespace) -> int:

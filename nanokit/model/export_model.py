@@ -28,12 +28,23 @@ def gguf_parts(source: Requantized, alignment: int) -> tuple[dict[str, Key], lis
 
 def gguf_names(weights: Weights) -> Iterator[tuple[str, str]]:
     """The name of every tensor in its source, and the one that it has in a GGUF file."""
-    yield from _of(weights.embedding, GLOBAL_NAMES["embedding"][0])
+    return _names(weights, 0)
+
+
+def transformers_names(weights: Weights) -> Iterator[tuple[str, str]]:
+    """The name of every tensor in its source, and the one that it has in a transformers folder."""
+    return _names(weights, 1)
+
+
+def _names(weights: Weights, kind: int) -> Iterator[tuple[str, str]]:
+    """kind: of the second name, as `TensorSource.kind`."""
+    yield from _of(weights.embedding, GLOBAL_NAMES["embedding"][kind])
     for index, layer in enumerate(weights.layers):
-        for part, (name, _) in LAYER_NAMES.items():
-            yield from _of(getattr(layer, part), f"blk.{index}.{name}")
-    yield from _of(weights.final_norm, GLOBAL_NAMES["final_norm"][0])
-    yield from _of(weights.head, GLOBAL_NAMES["head"][0])
+        prefix = ("blk.", "model.layers.")[kind] + f"{index}."
+        for part, names in LAYER_NAMES.items():
+            yield from _of(getattr(layer, part), prefix + names[kind])
+    yield from _of(weights.final_norm, GLOBAL_NAMES["final_norm"][kind])
+    yield from _of(weights.head, GLOBAL_NAMES["head"][kind])
 
 
 def _entries(source: Requantized) -> Iterator[Entry]:

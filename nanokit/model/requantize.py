@@ -193,7 +193,7 @@ class Requantized:
         if name not in self.choices:
             return self.base.tensor(name)
         if kind := self.choices[name].floats:
-            return _narrowed(name, self.base.tensor(name), kind)
+            return narrowed(name, self.base.tensor(name), kind)
         return torch.from_numpy(self.matrix(name).dequantize())
 
     def quantized(self, name: str, first: int, end: int) -> QTensor | None:
@@ -232,7 +232,7 @@ class Requantized:
         return self._spans[name]
 
 
-def _narrowed(name: str, weights: Tensor, kind: str) -> Tensor:
+def narrowed(name: str, weights: Tensor, kind: str) -> Tensor:
     """The values, in fp32, that a type of floats keeps of these. Raises ParameterError for one beyond its range."""
     kept = weights.to(FLOATS[kind.upper()]).float()
     if not kept.sum().isfinite() and not kept.isfinite().all():
