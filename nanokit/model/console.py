@@ -34,9 +34,9 @@ def quantize(args: argparse.Namespace) -> int:
         changed = "everything is kept as it is stored"
     if set(written.before) - set(FLOATS):
         what = "quantized a second time" if set(written.after) - set(FLOATS) else "floats of quantized weights"
-        _say(f"{what} ({', '.join(written.before)} before): what was lost stays lost")
+        say(f"{what} ({', '.join(written.before)} before): what was lost stays lost")
     _say_misfits(written.misfits)
-    _say(f"{written.policy}: {changed}; the file has {written.nbytes / 1e6:.1f} MB")
+    say(f"{written.policy}: {changed}; the file has {written.nbytes / 1e6:.1f} MB")
     print(written.path)
     return 0
 
@@ -65,7 +65,7 @@ def convert(args: argparse.Namespace) -> int:
             )
     _say_misfits(written.misfits)
     types = ", ".join(f"{count} {name}" for name, count in written.types.items())
-    _say(f"{types} tensors; {written.nbytes / 1e6:.1f} MB")
+    say(f"{types} tensors; {written.nbytes / 1e6:.1f} MB")
     print(written.path)
     return 0
 
@@ -94,11 +94,11 @@ def repair(args: argparse.Namespace) -> int:
             args.file, args.target, args.origin, inject=args.inject, force=args.force, progress=progress
         )
     for said in written.keys:
-        _say(said)
+        say(said)
     for kind in dict.fromkeys(written.tensors.values()):
         names = [name for name, each in written.tensors.items() if each == kind]
-        _say(f"from the source, in {kind}: {listed(names, SHOWN)}")
-    _say(f"verified against {args.origin}: {written.report.verdict}")
+        say(f"from the source, in {kind}: {listed(names, SHOWN)}")
+    say(f"verified against {args.origin}: {written.report.verdict}")
     print(written.path)
     return 0
 
@@ -118,8 +118,9 @@ def progress_bar() -> Iterator[Progress]:
 def _say_misfits(names: Sequence[str]) -> None:
     if names:
         named = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
-        _say(f"{len(names)} matrices became F16, for no block divides their columns: {named}")
+        say(f"{len(names)} matrices became F16, for no block divides their columns: {named}")
 
 
-def _say(what: str) -> None:
+def say(what: str) -> None:
+    """A sentence on standard error, where it does not mix with what a script reads."""
     print(f"nanokit: {what}", file=sys.stderr)
