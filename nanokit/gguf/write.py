@@ -57,11 +57,11 @@ def write_gguf(target: Path, keys: Mapping[str, Key], entries: Iterable[Entry]) 
     a place that cannot be written; ValueError, from the library, for values that are not of their kind.
     """
     architecture = keys.get("general.architecture")
-    if architecture is None:
+    if architecture is None or architecture.kind.type != "STRING":
         raise ModelFileError(
             "a GGUF file without an architecture cannot be written",
-            found=f"no general.architecture among {len(keys)} keys",
-            needed="what kind of model it is, such as llama",
+            found=f"general.architecture {'is not there' if architecture is None else f'= {architecture.value!r:.40}'}",
+            needed="what kind of model it is, a STRING such as llama",
             do="convert the model again from its source",
         )
     import gguf  # takes half a second
