@@ -37,6 +37,8 @@ def add_actions(model: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     verify = model.add_parser("verify", help="does a GGUF file say what its model is? a table of checks")
     verify.add_argument("file", help="a .gguf file; of one in shards, any")
     verify.add_argument("--against", metavar="SOURCE", help="what it was made from: a folder, or another model file")
+    verify.add_argument("--fix", metavar="OUT", help="first write ….gguf with what can be mended without a source")
+    verify.add_argument("--force", action="store_true", help="with --fix: replace a file that is there already")
     verify.add_argument("--json", metavar="FILE", help="write the report there; - is standard output")
     verify.set_defaults(command=_verify)
 

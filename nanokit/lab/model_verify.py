@@ -8,7 +8,8 @@ from nanokit.lab.experiments.smoke import SmokeParams
 from nanokit.lab.experiments.smoke import smoke as smoke_test
 from nanokit.lab.json_target import check_json_target, put
 from nanokit.lab.table import Table
-from nanokit.model.console import progress_bar
+from nanokit.model.console import progress_bar, say
+from nanokit.model.fix import fix
 from nanokit.model.load import open_model
 from nanokit.model.verify.report import Report
 from nanokit.model.verify.run import verify
@@ -17,14 +18,22 @@ WIDTH = 92  # characters of what was found, in a line
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the report; the whole as JSON to a file, or with "-" in place of the text. 1 where a check failed.
+    """Print the report; the whole as JSON to a file, or with "-" in place of the text. 1 where a check failed. With
+    --fix of the mended file, after what was changed, on standard error.
 
     Raises ModelFileError for a path that leads to no file and a source that does not load, ParameterError for a target
-    that cannot be written."""
+    that cannot be written, and what `fix` raises."""
     check_json_target(args.json)
     against = None if args.against is None else open_model(args.against)
     with progress_bar() as progress:
-        report = verify(args.file, against, progress=progress)
+        if args.fix is None:
+            fixed, report = None, verify(args.file, against, progress=progress)
+        else:
+            fixed = fix(args.file, args.fix, against, force=args.force, progress=progress)
+            report = fixed.report
+    if fixed is not None:
+        for said in (*fixed.said, *fixed.left, f"written to {fixed.path}"):
+            say(said)
     put(args.json, f"{table(report)}\n\n{report.name}: {report.verdict}", report.to_json)
     return 1 if report.failed else 0
 
