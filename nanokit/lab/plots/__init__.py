@@ -37,6 +37,7 @@ from nanokit.lab.plots.range_plot import damage, one_matrix, outputs, spread
 from nanokit.lab.plots.roofline_plot import roofline, streaming, verification
 from nanokit.lab.plots.step_plot import step_cost
 from nanokit.lab.plots.tour_plot import tour
+from nanokit.lab.plots.trap_plot import trap, trap_detectors, trap_gates, trap_positions, trap_undone
 
 __all__ = [
     "GREY",
@@ -86,6 +87,11 @@ __all__ = [
     "streaming",
     "tour",
     "training",
+    "trap",
+    "trap_detectors",
+    "trap_gates",
+    "trap_positions",
+    "trap_undone",
     "verification",
     "warmup",
 ]
