@@ -178,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument(
         "--calibration", metavar="FILE", help="text that awq, gptq, smooth and auto look at (default: our own)"
     )
+    quantize.add_argument("--shard-size", metavar="SIZE", help="such as 2GB: more weights become several .gguf files")
     quantize.add_argument("--force", action="store_true", help="replace a file that is there already")
     quantize.set_defaults(command=_quantize)
 

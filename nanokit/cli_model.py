@@ -31,6 +31,7 @@ def add_actions(model: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     convert.add_argument("--align", type=int, metavar="N", help="of tensors in a file, in bytes (default: 32)")
     convert.add_argument("--rope-freq-base", type=float, help="checked against the source; another one needs --force")
     convert.add_argument("--rope-freq-scale", type=float, help="likewise: 1 / the linear scaling factor")
+    convert.add_argument("--shard-size", metavar="SIZE", help="such as 2GB: more weights become several files")
     convert.add_argument("--force", action="store_true", help="replace an earlier one; allow other rope parameters")
     convert.set_defaults(command=_convert)
 

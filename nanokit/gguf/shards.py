@@ -13,7 +13,12 @@ from typing import NoReturn
 from nanokit.errors import ModelFileError
 from nanokit.gguf.header import Header, TensorInfo, read_header
 
-_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+def shard_name(target: Path, index: int, count: int) -> Path:
+    """The name of one file of a set that is called `target`, by its number from 0."""
+    return target.with_name(f"{target.stem}-{index + 1:05d}-of-{count:05d}.gguf")
 
 
 def read_shards(path: Path) -> list[Header]:
@@ -42,7 +47,7 @@ _FETCH = "put all files of one download into one directory"
 
 def _siblings(opened: Header, count: int) -> list[Path]:
     """The names of all shards, from the name of the one that was opened."""
-    match = _NAME.fullmatch(opened.path.name)
+    match = NAME.fullmatch(opened.path.name)
     number = _number(opened, "split.no", default=-1) + 1
     if match is None or int(match["count"]) != count or int(match["no"]) != number:
         _refuse(
@@ -52,7 +57,8 @@ def _siblings(opened: Header, count: int) -> list[Path]:
             f"a name that ends in -{number:05d}-of-{count:05d}.gguf",
             "give the file its own name back, or join the shards with llama-gguf-split --merge",
         )
-    return [opened.path.with_name(f"{match['stem']}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    target = opened.path.with_name(f"{match['stem']}.gguf")
+    return [shard_name(target, i, count) for i in range(count)]
 
 
 def _check(header: Header, i: int, first: Header) -> None:

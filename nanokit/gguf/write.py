@@ -125,13 +125,20 @@ def rewrite(
     replaced: Mapping[str, Entry | None],
     keys: Mapping[str, Key | None] | None = None,
 ) -> None:
-    """Write `target`: the file `source` with these tensors and this metadata in place of its own; None leaves one out,
-    and what the file does not have yet comes last. A model in several shards becomes one file. Where tensors are
-    replaced, what the file says of its own type becomes that of most of its weights.
+    """Write `target`: the model of `source` as `rewritten` gives it; one in several shards becomes one file.
 
     Raises ModelFileError for a source that is damaged, otherwise as `write_gguf`.
     """
-    new_keys, entries = copied(GGUFFile.open(source))
+    write_gguf(target, *rewritten(GGUFFile.open(source), replaced, keys))
+
+
+def rewritten(
+    source: GGUFFile, replaced: Mapping[str, Entry | None], keys: Mapping[str, Key | None] | None = None
+) -> tuple[dict[str, Key], list[Entry]]:
+    """A file with these tensors and this metadata in place of its own; None leaves one out, and what the file does not
+    have yet comes last. That it was one of several shards is forgotten. Where tensors are replaced, what the file says
+    of its own type becomes that of most of its weights."""
+    new_keys, entries = copied(source)
     new_keys = {name: key for name, key in new_keys.items() if not name.startswith("split.")}
     entries |= replaced  # type: ignore[arg-type]
     kept = [each for each in entries.values() if each]
@@ -142,7 +149,7 @@ def rewrite(
         # the format wants it beside quantized tensors
         new_keys.setdefault("general.quantization_version", Key(ValueKind("UINT32"), 2))
     new_keys |= keys or {}  # type: ignore[arg-type]
-    write_gguf(target, {k: v for k, v in new_keys.items() if v}, kept)
+    return {k: v for k, v in new_keys.items() if v}, kept
 
 
 def main_type(entries: Iterable[Entry]) -> int | None:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from nanokit.errors import ParameterError
 from nanokit.model.calibrate import Progress
+from nanokit.model.memory import parse_bytes
 from nanokit.model.quantize import quantize as write_quantized
 from nanokit.model.source import FLOATS
 from nanokit.model.verify.report import listed
@@ -26,6 +27,7 @@ def quantize(args: argparse.Namespace) -> int:
             args.target,
             args.policy or DEFAULT,
             calibration=args.calibration,
+            shard_size=args.shard_size,
             force=args.force,
             progress=progress,
         )
@@ -36,7 +38,7 @@ def quantize(args: argparse.Namespace) -> int:
         what = "quantized a second time" if set(written.after) - set(FLOATS) else "floats of quantized weights"
         say(f"{what} ({', '.join(written.before)} before): what was lost stays lost")
     _say_misfits(written.misfits)
-    say(f"{written.policy}: {changed}; the file has {written.nbytes / 1e6:.1f} MB")
+    say(f"{written.policy}: {changed}; {_size(written.files, written.nbytes)}")
     print(written.path)
     return 0
 
@@ -55,17 +57,23 @@ def convert(args: argparse.Namespace) -> int:
                 alignment=converting.DEFAULT_ALIGNMENT if args.align is None else args.align,
                 rope_base=args.rope_freq_base,
                 rope_scale=args.rope_freq_scale,
+                shard_size=args.shard_size,
                 force=args.force,
                 progress=progress,
             )
         else:
             _refuse_file_options(args)
             written = exporting.export_directory(
-                args.source, args.target, args.type or exporting.DEFAULT_TYPE, force=args.force, progress=progress
+                args.source,
+                args.target,
+                args.type or exporting.DEFAULT_TYPE,
+                shard_bytes=exporting.SHARD_BYTES if args.shard_size is None else parse_bytes(args.shard_size),
+                force=args.force,
+                progress=progress,
             )
     _say_misfits(written.misfits)
     types = ", ".join(f"{count} {name}" for name, count in written.types.items())
-    say(f"{types} tensors; {written.nbytes / 1e6:.1f} MB")
+    say(f"{types} tensors; {_size(written.files, written.nbytes)}")
     print(written.path)
     return 0
 
@@ -113,6 +121,10 @@ def progress_bar() -> Iterator[Progress]:
             bar.set_description(what)
 
         yield progress
+
+
+def _size(files: Sequence[Path], nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" + (f" in {len(files)} files" if len(files) > 1 else "")
 
 
 def _say_misfits(names: Sequence[str]) -> None:

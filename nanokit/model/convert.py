@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from nanokit.errors import ParameterError, naming
-from nanokit.gguf.write import Entry, write_gguf
+from nanokit.gguf.split import replacing_set, write_split
+from nanokit.gguf.write import Entry
 from nanokit.model.calibrate import Progress
 from nanokit.model.config import ModelConfig, override_rope
 from nanokit.model.export_model import gguf_parts
@@ -26,7 +27,7 @@ from nanokit.model.load import open_model
 from nanokit.model.quantize import IN_GGUF
 from nanokit.model.requantize import requantized
 from nanokit.model.source import ModelSource, SafetensorsSource
-from nanokit.model.target import cannot_write, check_not_source, check_place, check_target
+from nanokit.model.target import cannot_write, check_not_source, check_place, check_shards, check_target
 from nanokit.model.verify.run import verify
 from nanokit.paths import replacing
 from nanokit.quant.policy import FLOAT_TYPES
@@ -39,13 +40,15 @@ _CLOSE = 1e-6  # relative: what rope options may be off, typed in decimals
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written. nbytes: of the file; types: how many tensors have each; misfits: matrices that became F16, for
-    the type that was asked for has no block that divides their columns."""
+    """What was written. path: the file, or the first of the shards, or the folder; nbytes: of all files; types: how
+    many tensors have each; misfits: matrices that became F16, for the type that was asked for has no block that divides
+    their columns; files: GGUF files, one or the shards in order."""
 
     path: Path
     nbytes: int
     types: dict[str, int]
     misfits: tuple[str, ...]
+    files: tuple[Path, ...] = ()
 
 
 def convert(
@@ -56,6 +59,7 @@ def convert(
     alignment: int = DEFAULT_ALIGNMENT,
     rope_base: float | None = None,
     rope_scale: float | None = None,
+    shard_size: int | str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
@@ -63,14 +67,16 @@ def convert(
 
     kind: one of TYPES, of every matrix; head and embedding become Q8_0 where it is a quantized one, as they lose most.
     alignment: of each tensor in the file, bytes. rope_base, rope_scale (llama.cpp's, 1 / linear factor): what the
-    directory says, or with `force` something else. force: also replaces a file that is there. progress: called as
-    (done, in all, name) after each tensor. Raises ParameterError for what cannot be used, ModelFileError for a model
-    that cannot be read and a file that does not pass its checks, TokenizerError for a tokenizer that GGUF cannot say,
-    NanokitError for a place that cannot be written. Whatever can be refused is before a weight is read.
+    directory says, or with `force` something else. shard_size: bytes of tensors, or "2GB", above which the file becomes
+    a set of files. force: also replaces a file that is there (with a shard size also a set of that name). progress:
+    called as (done, in all, name) after each tensor. Raises ParameterError for what cannot be used, ModelFileError for
+    a model that cannot be read and a file that does not pass its checks, TokenizerError for a tokenizer that GGUF
+    cannot say, NanokitError for a place that cannot be written. Whatever can be refused is before a weight is read.
     """
     path, kind = Path(target).expanduser(), kind.lower()
     _check_options(kind, alignment)
     check_target(path, suffixes=(".gguf",), force=force)
+    shard_bytes = check_shards(path, shard_size, force=force)
     source = _opened(directory, rope_base if force else None)
     check_not_source(path, source.files)
     with naming(source.name):
@@ -79,17 +85,20 @@ def convert(
         keys, entries = gguf_parts(rounded, alignment)
         check_place(path)
         try:
-            with replacing(path) as scratch:
-                write_gguf(scratch, keys, _counted(entries, progress))
-                _verify(scratch, path.name, source, progress)
+            with replacing_set(path) if shard_bytes else replacing(path) as scratch:
+                made = write_split(scratch, keys, _counted(entries, progress), shard_bytes)
+                nbytes = sum(each.stat().st_size for each in made)
+                _verify(made[0], path.name, source, progress)
         except OSError as error:
             raise cannot_write(path, str(error)) from error
     types = [each.type for each in entries]
+    files = [path] if len(made) == 1 else [path.with_name(each.name) for each in made]
     return Converted(
-        path,
-        path.stat().st_size,
+        files[0],
+        nbytes,
         {each: types.count(each) for each in dict.fromkeys(types)},
         tuple(name for name, choice in rounded.choices.items() if choice.misfit),
+        tuple(files),
     )
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from nanokit.errors import ParameterError, naming
+from nanokit.gguf.split import files_named, write_split
 from nanokit.gguf.types import DEFAULT_ALIGNMENT
-from nanokit.gguf.write import rewrite, write_gguf
+from nanokit.gguf.write import rewritten
 from nanokit.model import saved
 from nanokit.model.calibrate import Progress, windows_in
 from nanokit.model.export import entry_of
@@ -23,7 +24,7 @@ from nanokit.model.export_model import gguf_names, gguf_parts
 from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource, SafetensorsSource
-from nanokit.model.target import cannot_write, check_not_source, check_place, check_target
+from nanokit.model.target import cannot_write, check_not_source, check_place, check_shards, check_target
 from nanokit.model.weights import find_weights
 from nanokit.quant.ggml import GGML_FORMATS, TERNARY_FORMATS
 from nanokit.quant.policy import BY_TEXT, DEFAULT, FLOAT_HEAD, FLOAT_TYPES, Policy, parse_policy
@@ -34,11 +35,13 @@ LEAST_TEXT = 64  # tokens of a calibration text
 
 @dataclass(frozen=True)
 class Written:
-    """What was written. nbytes: of the file; bits_before, bits_after: per weight of the matrices that the policy
-    changed, as both files keep them, scales included; before, after: what types they had, and have; misfits: those of
-    them that became floats, for the format that was asked for has no block that divides their columns."""
+    """What was written. files: one, or the shards in order; path: the first; nbytes: of all. bits_before, bits_after:
+    per weight of the matrices that the policy changed, as they are kept, scales included; before, after: what types
+    they had, and have; misfits: those of them that became floats, for the format that was asked for has no block that
+    divides their columns."""
 
     path: Path
+    files: tuple[Path, ...]
     nbytes: int
     policy: str
     bits_before: float
@@ -54,20 +57,24 @@ def quantize(
     policy: str = DEFAULT,
     *,
     calibration: str | Path | None = None,
+    shard_size: int | str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Written:
     """Quantize a model (whatever `nanokit.load` takes) into a new file, and open that file again.
 
-    calibration: a text file that awq, gptq, smooth and auto look at; None is a text of the kit's own. force: replace a
-    file that is there. Raises ParameterError for a policy, name or text that cannot be used, ModelFileError for a model
-    that cannot be read, TokenizerError for a tokenizer that GGUF cannot say, NanokitError for a place that cannot be
-    written. Whatever can be refused is before a weight is read.
+    calibration: a text file that awq, gptq, smooth and auto look at; None is a text of the kit's own. shard_size: bytes
+    of tensors, or "2GB", above which a GGUF file becomes a set of files. force: replace a file that is there (with a
+    shard size also a set of that name). Raises ParameterError for a policy, name or text that cannot be used,
+    ModelFileError for a model that cannot be read, TokenizerError for a tokenizer that GGUF cannot say, NanokitError
+    for a place that cannot be written. Whatever can be refused is before a weight is read.
     """
     path, chosen = Path(target).expanduser(), parse_policy(policy)
     check_target(path, suffixes=(".safetensors", ".gguf"), force=force)
+    shard_bytes = check_shards(path, shard_size, force=force)
     source = open_model(model)
-    check_not_source(path, source.files)
+    for each in files_named(path) if shard_bytes else [path]:
+        check_not_source(each, source.files)
     in_gguf = path.suffix == ".gguf"
     if in_gguf:
         _check_gguf(source, chosen)
@@ -84,16 +91,18 @@ def quantize(
     try:
         if not in_gguf:
             saved.write(found, path, found.policy.name)
+            files = [path]
         elif isinstance(source, GGUFSource):
             changed = [*found.choices, *found.made.vectors]
-            rewrite(source.file.path, path, {name: entry_of(found, name, name) for name in changed})
+            parts = rewritten(source.file, {name: entry_of(found, name, name) for name in changed})
+            files = write_split(path, *parts, shard_bytes)
         else:
             with naming(source.name):
-                keys, entries = gguf_parts(found, DEFAULT_ALIGNMENT)
-            write_gguf(path, keys, entries)
+                parts = gguf_parts(found, DEFAULT_ALIGNMENT)
+            files = write_split(path, *parts, shard_bytes)
     except (SafetensorError, OSError) as error:
         raise cannot_write(path, str(error)) from error
-    return _written(path, found)
+    return _written(files, found)
 
 
 def _check_gguf(source: ModelSource, policy: Policy) -> None:
@@ -138,8 +147,8 @@ def _texts(source: ModelSource, path: Path, policy: Policy) -> list[list[int]]:
     return windows
 
 
-def _written(path: Path, found: Requantized) -> Written:
-    new = open_model(path)
+def _written(files: list[Path], found: Requantized) -> Written:
+    new = open_model(files[0])
     renamed = {} if new.kind == found.kind else dict(gguf_names(find_weights(found.config, found)))
     old_of = [found.base.stored[name] for name in found.choices]
     new_of = [new.stored[renamed.get(name, name)] for name in found.choices]
@@ -147,4 +156,5 @@ def _written(path: Path, found: Requantized) -> Written:
     before, after = (8 * sum(each.nbytes for each in of) / weights if weights else 0.0 for of in (old_of, new_of))
     types, now = (tuple(sorted({each.type for each in of})) for of in (old_of, new_of))
     misfits = tuple(name for name, choice in found.choices.items() if choice.misfit)
-    return Written(path, path.stat().st_size, found.policy.name, before, after, types, now, misfits)
+    nbytes = sum(each.stat().st_size for each in files)
+    return Written(files[0], tuple(files), nbytes, found.policy.name, before, after, types, now, misfits)

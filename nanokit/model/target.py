@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from nanokit.errors import NanokitError, ParameterError
+from nanokit.gguf.shards import NAME
+from nanokit.gguf.split import files_named
+from nanokit.model.memory import parse_bytes
 
 
 def check_target(path: Path, *, suffixes: Sequence[str], force: bool, source_files: Iterable[Path] = ()) -> None:
@@ -25,6 +28,28 @@ def check_target(path: Path, *, suffixes: Sequence[str], force: bool, source_fil
             f"{path.name} exists already", found=str(path), do="choose another name, or pass --force to replace a file"
         )
     check_not_source(path, source_files)
+
+
+def check_shards(path: Path, size: int | str | None, *, force: bool) -> int | None:
+    """Bytes of tensors in each file of a set that is going to be called `path`, None where it is one file. size: as
+    `parse_bytes` takes it. Raises ParameterError for a size that is none, for a name that cannot be that of a set, and
+    for files of the name that are there already (unless `force`)."""
+    if size is None:
+        return None
+    nbytes = parse_bytes(size)
+    if not nbytes:
+        raise ParameterError("shards need a size", found=size, needed="such as 2GB")
+    if path.suffix != ".gguf" or NAME.fullmatch(path.name):
+        raise ParameterError(
+            "this cannot be the name of a model in shards",
+            found=path.name,
+            needed="….gguf without numbers, which each file gets: name-00001-of-00003.gguf",
+        )
+    if (old := files_named(path)) and not force:
+        raise ParameterError(
+            f"{old[0].name} exists already", found=str(old[0]), do="choose another name, or pass --force to replace it"
+        )
+    return nbytes
 
 
 def check_not_source(path: Path, source_files: Iterable[Path]) -> None:

@@ -217,7 +217,7 @@ def test_refusals_come_before_any_weight(
     folder: Path, target: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Path], object], names: str
 ) -> None:
     """Options that would make a wrong file, or lose one that is there: found after the work, they cost all of it."""
-    monkeypatch.setattr(converting, "write_gguf", None)
+    monkeypatch.setattr(converting, "write_split", None)
     with pytest.raises(NanokitError, match=names):
         change(folder, target)
     assert not list(target.parent.iterdir())
