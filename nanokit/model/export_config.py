@@ -73,7 +73,8 @@ def generation_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def tokenizer_json(tokenizer: Tokenizer, max_context: int) -> dict[str, Any]:
     """tokenizer_config.json: what tokenizer.json does not hold. The class takes that file as it is; those named after
-    a model build their own splitting."""
+    a model build their own splitting. What is put around a text tokenizer.json says too, but not every converter reads
+    it there."""
     framed = len(tokenizer.encode(""))
     said: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

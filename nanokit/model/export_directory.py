@@ -28,7 +28,7 @@ from nanokit.model.export_model import transformers_names
 from nanokit.model.load import open_model
 from nanokit.model.requantize import narrowed
 from nanokit.model.source import DESCRIPTIONS, FLOATS, GGUFSource, SafetensorsSource
-from nanokit.model.target import cannot_write, check_place
+from nanokit.model.target import cannot_write
 from nanokit.model.verify.run import verify
 from nanokit.model.weights import Weights, find_weights
 from nanokit.model.write_safetensors import INDEX, Planned, write_checkpoint
@@ -58,13 +58,14 @@ def export_directory(
     path, kind = Path(target).expanduser().absolute(), kind.lower()
     if kind not in DTYPES:
         raise ParameterError("a folder cannot have this type", found=kind, needed=", ".join(DTYPES))
+    if shard_bytes < 1:
+        raise ParameterError("shards need a size", found=shard_bytes, needed="bytes of weights in one file")
     check_folder(path, force=force)
     source = _opened(file)
     with naming(source.name):
         weights = find_weights(source.config, source)
         described = _descriptions(source, weights, kind)
         tensors = _planned(source, weights, kind, progress)
-        check_place(path)
         try:
             with _filled_beside(path) as folder:
                 for name, text in described.items():

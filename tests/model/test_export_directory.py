@@ -30,6 +30,7 @@ from nanokit.model.load import open_model
 from nanokit.model.rope import Rope
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.tokenizer_gguf import PRE_TOKENIZERS, split_as
+from nanokit.model.write_safetensors import Planned
 
 MERGES = ("h e", "l l", "he ll", "1 2", "Ċ Ċ", "Ġ t")
 IDS = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -193,6 +194,31 @@ def test_transformers_splits_as_the_file_says(tmp_path: Path, metadata: dict[str
         assert oracle.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("flags", [(True, True), (True, False), (False, True), (False, False)])
+def test_what_is_put_around_a_text_is_said(flags: tuple[bool, bool]) -> None:
+    """Converters to other formats go by these two flags; transformers goes by tokenizer.json."""
+    names = ("add_bos_token", "add_eos_token")
+    given = dict(zip(names, flags, strict=True))
+    for metadata in (byte_level_metadata(**given), sentencepiece_metadata(**given)):
+        said = tokenizer_json(Tokenizer.from_gguf(metadata), 512)
+        assert {name: said[name] for name in names} == given
+
+
+def test_every_tensor_lies_at_a_multiple_of_its_size(tmp_path: Path) -> None:
+    """Behind an odd number of half floats, a reader that maps the file has floats that begin in the middle."""
+    tensors = {"a": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float16), "b": torch.tensor([[4.0], [5.0]])}
+    types = {"a": "F16", "b": "F32"}
+    planned = [Planned(name, types[name], tuple(t.shape), lambda t=t: t) for name, t in tensors.items()]
+    write_safetensors.write_file(tmp_path / "t.safetensors", planned, "a mark")
+    read = load_file(tmp_path / "t.safetensors")
+    assert all(torch.equal(read[name], t) for name, t in tensors.items())
+    data = (tmp_path / "t.safetensors").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    assert end % 8 == 0
+    assert all(header[name]["data_offsets"][0] % t.itemsize == 0 for name, t in tensors.items())
+
+
 def llama3_factors(base: float, head_dim: int, factor: float, context: int, high: float = 4.0) -> tuple[float, ...]:
     """As converters compute them, in fp64 and one by one; low_freq_factor is 1."""
     found = []
@@ -254,6 +280,7 @@ def holding(path: Path, *names: str) -> Path:
     ("attempt", "names"),
     [
         (lambda file, out: export_directory(file, out, "q4_0"), "f32, f16, bf16"),
+        (lambda file, out: export_directory(file, out, shard_bytes=0), "size"),
         (lambda file, out: export_directory(file.parent / "hf", out), "no GGUF file"),
         (lambda file, out: export_directory(file, holding(out, "mine.txt"), force=True), r"mine\.txt"),
         (lambda file, out: export_directory(file, holding(out, "config.json", "model.gguf"), force=True), "gguf"),
@@ -262,7 +289,7 @@ def holding(path: Path, *names: str) -> Path:
         (lambda file, out: export_directory(file, file.parent / "hf", force=True), r"model\.safetensors"),
         (lambda file, out: export_directory(file, out / "deeper"), "cannot be written"),
     ],
-    ids=["type", "a folder", "foreign", "model", "exists", "a file", "the source", "no place"],
+    ids=["type", "shards", "a folder", "foreign", "model", "exists", "a file", "the source", "no place"],
 )
 def test_refusals_come_before_any_weight(
     made: Path, out: Path, monkeypatch: pytest.MonkeyPatch, attempt: Callable[[Path, Path], object], names: str
@@ -345,9 +372,27 @@ def disk_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_safetensors, "write_file", full)
 
 
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place cannot be taken when the folder is done."""
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise OSError(16, "Device or resource busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+
+
 @pytest.mark.parametrize(
     ("fault", "named"),
-    [(swapped, r"blk\.0\.ffn_gate"), (default_base, "freq_base"), (shifted, "weights as in"), (disk_full, "No space")],
+    [
+        (swapped, r"blk\.0\.ffn_gate"),
+        (default_base, "freq_base"),
+        (shifted, "weights as in"),
+        (disk_full, "No space"),
+        (busy, "busy"),
+    ],
 )
 def test_an_export_that_fails_leaves_what_was_there(
     made: Path, out: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], named: str
@@ -356,7 +401,7 @@ def test_an_export_that_fails_leaves_what_was_there(
     export_directory(made, out, "f32", shard_bytes=90_000)
     before = {each.name: each.read_bytes() for each in out.iterdir()}
     fault(monkeypatch)
-    for target in (out, out.with_name("new")):
+    for target in (out, out.with_name("another")):
         with pytest.raises(NanokitError, match=named):
             export_directory(made, target, "f32", shard_bytes=90_000, force=True)
     assert {each.name: each.read_bytes() for each in out.iterdir()} == before
