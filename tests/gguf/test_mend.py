@@ -98,6 +98,25 @@ def test_an_alignment_is_the_one_by_which_the_tensors_lie(
     assert f"general.alignment is {new}" in said[0]
 
 
+@pytest.mark.parametrize("name", range(0, 64, 8))
+def test_an_alignment_that_is_stated_is_kept_where_several_fit(tmp_path: Path, name: int) -> None:
+    """Of data that lie on 64 and so on 32 as well, only the kind of the key was wrong. (The architecture's length decides
+    where the data begin.)"""
+    pairs = [pair("general.architecture", 8, text("x" * (1 + name))), alignment(10, u64(64))]
+    raw = gguf_bytes(pairs, [info("a", [16]), info("b", [16], 0, 64)], bytes(range(128)), alignment=64)
+    said, reader = mended(tmp_path, raw)
+    assert b"".join(data_of(reader)) == bytes(range(128))
+    assert "general.alignment is 64, in place of 64 of type UINT64" in said[0]
+
+
+def test_one_tensor_is_enough(tmp_path: Path) -> None:
+    """Its offset is 0 on any alignment; the end of the file is what tells them apart."""
+    raw, vectors = filled([5], stated=alignment(4, u32(1 << 31)))
+    said, reader = mended(tmp_path, raw)
+    assert data_of(reader) == vectors
+    assert "in place of 2147483648" in said[0]
+
+
 @pytest.mark.parametrize("offsets", [[0, 35, 64, 160], [0, 0, 64, 160], [0, 20, 32, 100], [7, 7, 7, 7]])
 @pytest.mark.parametrize("padded", [True, False])
 def test_offsets_are_counted_anew_where_the_tensors_fill_the_file(
