@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
 
     quantize = commands.add_parser("quantize", help="write a quantized copy of a model")
     quantize.add_argument("source", metavar="MODEL", help="as for --model of generate")
-    quantize.add_argument("target", metavar="OUT", help="….safetensors (all formats) or ….gguf (those that GGUF has)")
+    quantize.add_argument("target", metavar="OUT", help="….safetensors (all formats) or ….gguf (some)")
     quantize.add_argument(
         "--policy", help="such as int8-sym-channel, nvfp4+gptq, mix:attn=…,ffn=…, auto:4.25 (int4-sym-g32)"
     )

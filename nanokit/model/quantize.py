@@ -1,10 +1,10 @@
 """`nanokit quantize`: a model in, a smaller one out.
 
 The end of the target's name says what it becomes: `.safetensors`, which holds every format of the kit in one file
-(nanokit/model/saved.py), or `.gguf`, for formats that GGUF has: a GGUF file is copied but for what the policy changes,
-a folder of safetensors is converted on the way. There a matrix whose columns no block divides becomes F16, as llama.cpp
-makes it, and is named; rejected was to refuse it, for no other format of GGUF would fit it better. Nothing is half
-written: the file is renamed into place when it is complete.
+(nanokit/model/saved.py), or `.gguf`, for those that can be packed here as GGUF has them: a GGUF file is copied but for
+what the policy changes, a folder of safetensors is converted on the way. There a matrix whose columns no block divides
+becomes F16, as llama.cpp makes it, and is named; rejected was to refuse it, for no other format of GGUF would fit it
+better. Nothing is half written: the file is renamed into place when it is complete.
 """
 
 from dataclasses import dataclass
@@ -118,9 +118,9 @@ def _check_gguf(source: ModelSource, policy: Policy) -> None:
     strangers = sorted(names - set(IN_GGUF)) or ([policy.name] if policy.auto_bits is not None else [])
     if strangers:
         raise ParameterError(
-            f"GGUF has no type for {', '.join(strangers)}",
+            f"{', '.join(strangers)} cannot be written into a GGUF file here",
             found=policy.name,
-            needed=f"formats of GGUF: {', '.join((*IN_GGUF, *FLOAT_TYPES))}",
+            needed=f"formats that can: {', '.join((*IN_GGUF, *FLOAT_TYPES))}",
             do="choose one of them, or write a .safetensors file",
         )
 

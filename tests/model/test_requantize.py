@@ -231,10 +231,10 @@ def test_what_cannot_be_written(folder: Path, gguf: Path, tmp_path: Path) -> Non
     for model, target, policy, says in (
         (folder, there, "nvfp4", "exists already"),
         (folder, tmp_path / "out.bin", "nvfp4", "says what it becomes"),
-        (folder, tmp_path / "out.gguf", "nf4", "GGUF has no type for nf4"),
-        (gguf, tmp_path / "out.gguf", "int4-sym-g32", "GGUF has no type for int4-sym-g32"),
-        (gguf, tmp_path / "out.gguf", "auto:8", "GGUF has no type for auto:8"),
-        (gguf, tmp_path / "out.gguf", "nvfp4+gptq", "GGUF has no type for nvfp4"),
+        (folder, tmp_path / "out.gguf", "nf4", "nf4 cannot be written into a GGUF file"),
+        (gguf, tmp_path / "out.gguf", "int4-sym-g32", "int4-sym-g32 cannot be written into a GGUF file"),
+        (gguf, tmp_path / "out.gguf", "auto:8", "auto:8 cannot be written into a GGUF file"),
+        (gguf, tmp_path / "out.gguf", "nvfp4+gptq", "nvfp4 cannot be written into a GGUF file"),
         (gguf, tmp_path / "out.safetensors", "int4-sym", "unknown weight format"),
     ):
         with pytest.raises(ParameterError, match=says):
