@@ -23,7 +23,7 @@ from nanokit.model.target import cannot_write, check_place, check_target
 from nanokit.model.verify import numbers, structure
 from nanokit.model.verify.behaviour import LAYERS, ORDER, ROW_ORDER
 from nanokit.model.verify.meaning import HEAD, ROPE_BASE, ROPE_SCALING
-from nanokit.model.verify.report import NEEDS_SOURCE, Check, Report, listed
+from nanokit.model.verify.report import NEEDS_SOURCE, Check, Report
 from nanokit.model.verify.run import verify
 from nanokit.model.verify.variants import Progress
 from nanokit.paths import replacing
@@ -87,7 +87,7 @@ def fix(
         with replacing(path) as scratch:
             write_gguf(scratch, found.keys | keys, found.entries)
             report = verify(scratch, against, name=path.name, progress=progress)
-            _check(broken.name, report)
+            _check(broken.name, report, repairable=not found.said)
     except OSError as error:
         raise cannot_write(path, str(error)) from error
     return Fixed(path, tuple(said), tuple(_why(check) for check in report.failed), report)
@@ -101,15 +101,16 @@ def _structure(path: Path) -> Mended:
         raise HeaderError(error.what, found=error.found, needed=error.needed, do=do, part=error.part) from error
 
 
-def _check(name: str, report: Report) -> None:
-    """Raise ModelFileError for a mended file that still cannot be right."""
+def _check(name: str, report: Report, *, repairable: bool) -> None:
+    """Raise ModelFileError for a mended file that still cannot be right. repairable: the broken one can be opened."""
     wrong = [check for check in report.failed if check.part in (structure.PART, numbers.PART)]
     if wrong:
         raise ModelFileError(
             f"{name} cannot be mended without its source",
             found="; ".join(_why(check) for check in wrong),
             needed="tensors whose places and numbers are known",
-            do=f"{FROM_SOURCE.format(name)}, with --inject TENSOR; nothing was written",
+            do=f"{FROM_SOURCE.format(name) + ' --inject TENSOR' if repairable else 'convert the model again'}; "
+            "nothing was written",
         )
 
 
@@ -122,12 +123,11 @@ def _refuse(report: Report) -> NoReturn:
             needed="the model that it was made from",
             do=f"{FROM_SOURCE.format(report.name)} (for tensors with --inject TENSOR); nothing was written",
         )
-    open_questions = [f"{check.name} ({check.said})" for check in report.checks if NEEDS_SOURCE in check.said]
+    unseen = ", ".join(check.name for check in report.checks if NEEDS_SOURCE in check.said)
     raise ParameterError(
         f"nothing in {report.name} is to be mended",
-        found="no check that fails"
-        + (f"; not checked: {listed(open_questions, len(open_questions))}" if open_questions else ""),
-        do=f"nanokit model verify {report.name} --against SOURCE tells the rest" if open_questions else None,
+        found="no check that fails" + (f"; only a source tells about {unseen}" if unseen else ""),
+        do=f"nanokit model verify {report.name} --against SOURCE" if unseen else None,
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from handmade_gguf import gguf_bytes, info, pair, text, u32, u64
-from hypothesis import given
+from handmade_gguf import gguf_bytes, info, pair, small_file, text, u32, u64
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanokit.errors import ModelFileError
@@ -100,8 +100,8 @@ def test_an_alignment_is_the_one_by_which_the_tensors_lie(
 
 @pytest.mark.parametrize("name", range(0, 64, 8))
 def test_an_alignment_that_is_stated_is_kept_where_several_fit(tmp_path: Path, name: int) -> None:
-    """Of data that lie on 64 and so on 32 as well, only the kind of the key was wrong. (The architecture's length decides
-    where the data begin.)"""
+    """Of data that lie on 64 and so on 32 as well, only the kind of the key was wrong. (The length of the architecture
+    decides where the data begin.)"""
     pairs = [pair("general.architecture", 8, text("x" * (1 + name))), alignment(10, u64(64))]
     raw = gguf_bytes(pairs, [info("a", [16]), info("b", [16], 0, 64)], bytes(range(128)), alignment=64)
     said, reader = mended(tmp_path, raw)
@@ -179,6 +179,27 @@ def test_what_nothing_proves_is_refused(tmp_path: Path, name: str) -> None:
     assert isinstance(error, HeaderError)
     assert error.part == part
     assert {PLACES: "tensor", SIZE: "'t1'", ALIGNMENT: "general.alignment"}[part] in error.what
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.integers(0, 4000), new=st.binary(min_size=1, max_size=8), cut=st.integers(-40, 40))
+def test_any_bytes_are_refused_or_become_a_sound_file(
+    tmp_path_factory: pytest.TempPathFactory, at: int, new: bytes, cut: int
+) -> None:
+    """A few bytes written over a file with every kind of entry, and its end cut or drawn out: no other error, and what
+    is mended is mended for good."""
+    raw = small_file()
+    at %= len(raw)
+    raw = (raw[:at] + new + raw[at + len(new) :] + bytes(max(cut, 0)))[: cut if cut < 0 else None]
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "own.gguf").write_bytes(raw)
+    try:
+        found = mend(folder / "own.gguf")
+        write_gguf(folder / "new.gguf", found.keys, found.entries)
+    except ModelFileError:
+        return
+    assert mend(folder / "new.gguf").said == ()
+    assert list(GGUFFile.open(folder / "new.gguf").tensors) == [each.name for each in found.entries]
 
 
 def test_a_shard_is_refused(tmp_path: Path) -> None:

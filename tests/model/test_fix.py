@@ -35,14 +35,14 @@ REFUSED = {
 }
 WITH_SOURCE = {
     "rope-base-10000": "rope base",
-    "frequency-scale-half": "llama.rope.scaling.factor",
+    "frequency-scale-half": "rope scaling",
     "gate-up-swapped-one": "gate and up, by layer",
     "gate-up-swapped-all": "bad.gguf",
     "q-k-permuted": "bad.gguf",
     "k-wrong-heads": "bad.gguf",
 }
 MERGES = ("h e", "l l", "he ll")
-F32, F64 = ValueKind("FLOAT32"), ValueKind("FLOAT64")
+F32, F64, TEXT = ValueKind("FLOAT32"), ValueKind("FLOAT64"), ValueKind("STRING")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,10 @@ def test_places_that_hold_no_weights_are_not_believed(good: Path, tmp_path: Path
     inject("tensor-misaligned", tmp_path / "nan.gguf", tmp_path / "bad.gguf")
     with pytest.raises(ModelFileError, match="finite weights: blk") as caught:
         fix(tmp_path / "bad.gguf", tmp_path / "new.gguf")
-    assert "nothing was written" in str(caught.value.do)
+    assert str(caught.value.do) == "convert the model again; nothing was written"
+    rewrite(tmp_path / "nan.gguf", tmp_path / "nan.gguf", {}, {"llama.rope.freq_base": Key(TEXT, "5e4")})
+    with pytest.raises(ModelFileError, match=r"repair nan\.gguf OUT\.gguf --from SOURCE --inject TENSOR"):
+        fix(tmp_path / "nan.gguf", tmp_path / "new.gguf")
     assert not (tmp_path / "new.gguf").exists()
 
 
@@ -129,21 +132,21 @@ def test_what_is_left_is_said_with_its_reason(short: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("key", "stored", "new"),
     [
-        ("rope.freq_base", Key(ValueKind("STRING"), " 5e4 "), 5e4),
-        ("rope.freq_base", Key(ValueKind("STRING"), "50000"), 5e4),
+        ("rope.freq_base", Key(TEXT, " 5e4 "), 5e4),
+        ("rope.freq_base", Key(TEXT, "50000"), 5e4),
         ("rope.freq_base", Key(F64, 5e4), 5e4),
         ("rope.freq_base", Key(ValueKind("UINT32"), 50000), 5e4),
-        ("attention.layer_norm_rms_epsilon", Key(ValueKind("STRING"), "1e-6"), 1e-6),
+        ("attention.layer_norm_rms_epsilon", Key(TEXT, "1e-6"), 1e-6),
         ("attention.layer_norm_rms_epsilon", Key(F64, 0.001), 0.001),
         ("block_count", Key(ValueKind("INT32"), 2), 2),
         ("block_count", Key(ValueKind("UINT64"), 2), 2),
-        ("block_count", Key(ValueKind("STRING"), "2"), 2),
+        ("block_count", Key(TEXT, "2"), 2),
         ("attention.head_count_kv", Key(F32, 2.0), 2),
     ],
 )
 def test_a_number_gets_its_kind(key: str, stored: Key, new: float) -> None:
     """Its value is the one that is stated."""
-    keys = {"general.architecture": Key(ValueKind("STRING"), "llama"), f"llama.{key}": stored}
+    keys = {"general.architecture": Key(TEXT, "llama"), f"llama.{key}": stored}
     changed, said = mended_keys(keys)
     assert changed == {f"llama.{key}": Key(ValueKind("FLOAT32" if isinstance(new, float) else "UINT32"), new)}
     assert len(said) == 1
@@ -153,7 +156,7 @@ def test_a_number_gets_its_kind(key: str, stored: Key, new: float) -> None:
 @pytest.mark.parametrize(
     "stored",
     [
-        *(Key(ValueKind("STRING"), each) for each in (
+        *(Key(TEXT, each) for each in (
             "", "100.000", "100,000", "1_000", "1e5 (default)", "0x10", "nan", "inf", "1e39", "ten", "١٢"
         )),
         Key(F64, 1e39), Key(F64, float("nan")), Key(ValueKind("BOOL"), True), Key(ValueKind("ARRAY", "FLOAT32"), [5e4]),
@@ -161,7 +164,7 @@ def test_a_number_gets_its_kind(key: str, stored: Key, new: float) -> None:
 )  # fmt: skip
 def test_what_can_be_read_in_two_ways_is_no_number(stored: Key) -> None:
     """A hundred thousand with a point, or a hundred? A base that is guessed reads fine and is wrong."""
-    keys = {"general.architecture": Key(ValueKind("STRING"), "llama"), "llama.rope.freq_base": stored}
+    keys = {"general.architecture": Key(TEXT, "llama"), "llama.rope.freq_base": stored}
     assert mended_keys(keys) == ({}, [])
 
 
@@ -169,7 +172,7 @@ def test_what_can_be_read_in_two_ways_is_no_number(stored: Key) -> None:
 def test_no_count_is_bent_into_its_kind(value: float) -> None:
     """What UINT32 cannot hold was never a count."""
     kind = F64 if isinstance(value, float) else ValueKind("INT64")
-    keys = {"general.architecture": Key(ValueKind("STRING"), "llama"), "llama.block_count": Key(kind, value)}
+    keys = {"general.architecture": Key(TEXT, "llama"), "llama.block_count": Key(kind, value)}
     assert mended_keys(keys) == ({}, [])
 
 
