@@ -52,7 +52,7 @@ def verdict_q15(result: TrapsResult) -> str:
         cost = "refused" if file.losses is None else f"{result.times(name):.3g} times the perplexity"
         failed = file.failed() or file.failed(beside=True)
         missed += not failed
-        how = "" if file.failed() else " (beside the good file)"
+        how = " (beside the good file)" if failed and not file.failed() else ""
         parts.append(f"{name}: {cost}, caught by {listed(each.name for each in failed) or 'nothing'}{how}")
     caught = f"{len(parts) - missed} of {len(parts)} are caught"
     return f"how often it happens cannot be measured here; {caught}. {'; '.join(parts)}"

@@ -9,6 +9,7 @@ Rejected: a bound on perplexity as the only detector, since it needs the good fi
 running the ropes over files whose weights `verify` has failed already.
 """
 
+import hashlib
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -75,7 +76,7 @@ def traps(p: TrapsParams, *, progress: Progress | None = None, cancel: threading
     config = good.source.config
     settings = {
         "model": good.source.name, "text": p.text, "text_tokens": len(good.ids), "rope_base": config.rope.base,
-        "rounding": ROUNDING, "layers": config.num_layers,
+        "rounding": ROUNDING, "layers": config.num_layers, "digest": _digest(good.path),
     }  # fmt: skip
     texts = {f"answer_{name}": file.answer or file.refused for name, file in files.items()}
     return TrapsResult(
@@ -125,6 +126,12 @@ def _rounded(_: int, layer: Layer) -> Layer:
         product.weight = torch.from_numpy(integer_format(ROUNDING).quantize(product.weight.numpy()).dequantize())
         setattr(other, part, product)
     return other
+
+
+def _digest(path: Path) -> str:
+    """The first 32 bits of a file's SHA-256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:8]
 
 
 def _override(good: Good) -> str:
