@@ -233,7 +233,7 @@ def test_what_cannot_be_written(folder: Path, gguf: Path, tmp_path: Path) -> Non
         (folder, tmp_path / "out.bin", "nvfp4", "says what it becomes"),
         (folder, tmp_path / "out.gguf", "nf4", "nf4 cannot be written into a GGUF file"),
         (gguf, tmp_path / "out.gguf", "int4-sym-g32", "int4-sym-g32 cannot be written into a GGUF file"),
-        (gguf, tmp_path / "out.gguf", "auto:8", "auto:8 cannot be written into a GGUF file"),
+        (gguf, tmp_path / "out.gguf", "auto:8", "auto:8.0 cannot be written into a GGUF file"),
         (gguf, tmp_path / "out.gguf", "nvfp4+gptq", "nvfp4 cannot be written into a GGUF file"),
         (gguf, tmp_path / "out.safetensors", "int4-sym", "unknown weight format"),
     ):
