@@ -131,7 +131,7 @@ def _of_gguf(file: GGUFFile) -> Account:
         infos = sorted((info for info in file.tensors.values() if info.file == path), key=lambda info: info.offset)
         starts = [info.offset for info in infos]
         header += starts[0] if starts else size
-        for info, end in zip(infos, [*starts[1:], size], strict=True):
+        for info, end in zip(infos, [*starts[1:], size][: len(infos)], strict=True):
             tensors.append(_gguf_tensor(info, end - info.offset - info.nbytes))
     return Account(file.path.name, "GGUF", header, file.alignment, tuple(tensors), file.metadata)
 

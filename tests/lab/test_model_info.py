@@ -82,3 +82,14 @@ def test_a_broken_file_is_described_or_refused(tmp_path: Path, capsys: pytest.Ca
         "tied-head-dropped": "missing, and so is the embedding",
     }
     assert shows.get(name, "50000.0") in said
+
+
+@pytest.mark.parametrize("pairs", [[], [pair("general.architecture", 8, text("llama"))]])
+def test_a_file_without_tensors_is_all_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pairs: list[bytes]
+) -> None:
+    """A vocabulary alone, or what is left of a model: counted as nothing, not as a tensor that is missing."""
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(pairs))
+    assert main(str(tmp_path / "m.gguf"), None, None) == 0
+    size = (tmp_path / "m.gguf").stat().st_size
+    assert f"{size:,}, {size:,} of them header" in capsys.readouterr().out
