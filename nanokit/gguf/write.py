@@ -6,6 +6,7 @@ write), and tensors byte for byte. The library's reader was rejected for the cop
 """
 
 import logging
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +21,7 @@ from nanokit.gguf.header import ValueKind
 from nanokit.gguf.reader import GGUFFile
 from nanokit.paths import replacing
 
+_LAYOUTS = dict(types.SCALARS.values())
 _GEOMETRY = {each.name: each for each in types.TENSOR_TYPES.values()}
 # llama.cpp's LLAMA_FTYPE_… of a file whose matrices are mostly of a type.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32, "TQ1_0": 36,
@@ -53,8 +55,9 @@ def write_gguf(target: Path, keys: Mapping[str, Key], entries: Iterable[Entry]) 
     """Write `target` with this metadata and these tensors, in this order; an existing file is replaced at the end.
 
     keys: "general.architecture" among them; "general.alignment" (32 without it) is honoured. Raises ModelFileError
-    without an architecture and for a tensor that is made with another number of bytes than it has to have; OSError for
-    a place that cannot be written; ValueError, from the library, for values that are not of their kind.
+    without an architecture, for a number that what it is stored as cannot hold (before a tensor is made), and for a
+    tensor that is made with another number of bytes than it has to have; OSError for a place that cannot be written;
+    ValueError, from the library, for values that are not of their kind.
     """
     architecture = keys.get("general.architecture")
     if architecture is None or architecture.kind.type != "STRING":
@@ -64,6 +67,8 @@ def write_gguf(target: Path, keys: Mapping[str, Key], entries: Iterable[Entry]) 
             needed="what kind of model it is, a STRING such as llama",
             do="convert the model again from its source",
         )
+    for name, key in keys.items():
+        check_key(name, key)
     import gguf  # takes half a second
 
     entries = list(entries)
@@ -88,6 +93,43 @@ def write_gguf(target: Path, keys: Mapping[str, Key], entries: Iterable[Entry]) 
         finally:
             logging.getLogger("gguf.gguf_writer").setLevel(level)
             writer.close()
+
+
+def check_key(name: str, key: Key) -> None:
+    """Raise ModelFileError for a number beyond the range of what it is stored as, or so small that zero would be left
+    of it, and for a text that UTF-8 does not have."""
+    kind = key.kind.element or key.kind.type
+    values = key.value if key.kind.type == "ARRAY" else [key.value]
+    if not all(_fits(kind, each) for each in values):
+        wrong = next(each for each in values if not _fits(kind, each))
+        raise ModelFileError(
+            f"{name} cannot be stored as {'an array of ' if key.kind.element else ''}{kind}",
+            found=f"{wrong!r:.80}",
+            needed=_range(kind),
+        )
+
+
+def _fits(kind: str, value: Any) -> bool:
+    try:
+        if kind == "STRING":
+            value.encode()
+            return True
+        layout = _LAYOUTS[kind]
+        return bool(layout.unpack(layout.pack(value))[0]) == bool(value)
+    except (struct.error, OverflowError, UnicodeEncodeError):
+        return False
+
+
+def _range(kind: str) -> str:
+    if kind == "STRING":
+        return "characters of Unicode"
+    if kind in ("FLOAT32", "FLOAT64"):
+        limits = np.finfo(kind.lower())
+        return f"a number, of 0 or from {limits.smallest_subnormal:.2g} to {limits.max:.2g} on either side of it"
+    if kind == "BOOL":
+        return "a truth value"
+    limits = np.iinfo(kind.lower())
+    return f"a whole number from {limits.min} to {limits.max}"
 
 
 def _made(entry: Entry) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 from nanokit.errors import ModelFileError, ParameterError, UnsupportedModelError
 from nanokit.model.rope import Llama3Scaling, Rope
 
+LEAST, MOST = 1.1754944e-38, 3.4028234e38  # the normal numbers of fp32
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -77,13 +78,13 @@ def override_rope(
 ) -> ModelConfig:
     """Replace the rope base, or set llama.cpp's frequency scale (1 / linear factor), only with `force`.
 
-    Raises ParameterError without `force`, or for a value that is not a positive finite number.
+    Raises ParameterError without `force`, or for a value that is not a positive number of fp32, as files store it.
     """
     if base is None and scale is None:
         return config
     for name, value in (("--rope-freq-base", base), ("--rope-freq-scale", scale)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ParameterError(f"{name} is out of range", found=value, needed="a positive number")
+        if value is not None and not LEAST <= value <= MOST:
+            raise ParameterError(f"{name} is out of range", found=value, needed=f"{LEAST:.2g} to {MOST:.2g}")
     if not force:
         raise ParameterError(
             "overriding the model's own rope parameters needs --force",

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from nanokit.errors import ModelFileError
 from nanokit.gguf.header import ValueKind
-from nanokit.gguf.write import Entry, Key
+from nanokit.gguf.write import Entry, Key, check_key
 from nanokit.model.config import ModelConfig
 from nanokit.model.rope import Rope
 
@@ -21,7 +22,8 @@ U32, F32, TEXT = ValueKind("UINT32"), ValueKind("FLOAT32"), ValueKind("STRING")
 
 def model_keys(config: ModelConfig, name: str, *, alignment: int, file_type: int | None) -> dict[str, Key]:
     """All keys but the tokenizer's. name: what the model calls itself; alignment: in bytes; file_type: llama.cpp's
-    number of the type that most weights have, None leaves it out."""
+    number of the type that most weights have, None leaves it out. Raises ModelFileError for a number that a GGUF file
+    cannot hold: transformers keeps them as decimals of any size."""
     general: dict[str, tuple[ValueKind, Any]] = {
         "architecture": (TEXT, config.architecture),
         "type": (TEXT, "model"),
@@ -48,15 +50,25 @@ def model_keys(config: ModelConfig, name: str, *, alignment: int, file_type: int
     if config.rope.linear_factor != 1.0:
         model["rope.scaling.type"] = (TEXT, "linear")
         model["rope.scaling.factor"] = (F32, config.rope.linear_factor)
-    return {
+    keys = {
         **{f"general.{key}": Key(*value) for key, value in general.items()},
         **{f"{config.architecture}.{key}": Key(*value) for key, value in model.items()},
     }
+    for key, stored in keys.items():
+        check_key(key, stored)
+    return keys
 
 
 def frequency_entry(config: ModelConfig) -> Entry | None:
-    """The tensor rope_freqs.weight, fp32 [head_dim / 2]: by how much a rule slows each pair down. None without one."""
+    """The tensor rope_freqs.weight, fp32 [head_dim / 2]: by how much a rule slows each pair down. None without one.
+    Raises ModelFileError where that is no number."""
     factors = _factors(config)
+    if factors is not None and not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelFileError(
+            "the llama3 rule of this model gives no frequencies",
+            found=config.rope.llama3,
+            needed="a positive fp32 number by which each pair is slowed down",
+        )
     return None if factors is None else Entry("rope_freqs.weight", "F32", factors.shape, partial(np.copy, factors))
 
 

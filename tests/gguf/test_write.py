@@ -147,6 +147,26 @@ def test_a_source_without_an_architecture_is_refused(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["own.gguf"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "says"),
+    [
+        (ValueKind("FLOAT32"), 1e39, "3.4e"),
+        (ValueKind("FLOAT32"), -1e-60, "1.4e-45"),
+        (ValueKind("UINT32"), 1 << 33, "4294967295"),
+        (ValueKind("INT8"), -129, "-128"),
+        (ValueKind("STRING"), "\ud800", "Unicode"),
+        (ValueKind("ARRAY", "FLOAT32"), [0.0, 1e39], "1e.39"),
+    ],
+)
+def test_what_a_kind_cannot_hold_is_refused_by_name(tmp_path: Path, kind: ValueKind, value: Any, says: str) -> None:
+    """The library stops with an OverflowError or struct.error that names no key, and writes a zero for what is small.
+    Found behind the tensors it would cost the whole work."""
+    keys = {"general.architecture": Key(ValueKind("STRING"), "llama"), "a.key": Key(kind, value)}
+    with pytest.raises(ModelFileError, match=rf"(?s)a\.key cannot be stored.*{says}"):
+        write_gguf(tmp_path / "m.gguf", keys, [Entry("t", "F32", (1,), fails)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_tensors_are_made_one_at_a_time(tmp_path: Path) -> None:
     """When the third is made, the first two are in the file: a large model is never in memory as a whole."""
     sizes = []

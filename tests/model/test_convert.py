@@ -208,10 +208,12 @@ def test_alignment_is_that_of_every_tensor(folder: Path, target: Path) -> None:
         (lambda folder, target: convert(folder, target, alignment=4), "power of two"),
         (lambda folder, target: convert(folder, target, rope_base=1e6), "--force"),
         (lambda folder, target: convert(folder, target, rope_scale=0.5), "--force"),
+        (lambda folder, target: convert(folder, target, rope_base=1e39, force=True), "rope-freq-base.*out of range"),
+        (lambda folder, target: convert(folder, target, rope_scale=1e-45, force=True), "rope-freq-scale.*out of range"),
         (lambda folder, target: convert(folder, target.with_suffix(".bin")), "gguf"),
         (lambda folder, target: convert(folder / "model.safetensors", target), "folder"),
     ],
-    ids=["type", "alignment 48", "alignment 4", "base", "scale", "suffix", "a file"],
+    ids=["type", "alignment 48", "alignment 4", "base", "scale", "no base", "no scale", "suffix", "a file"],
 )
 def test_refusals_come_before_any_weight(
     folder: Path, target: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Path], object], names: str
