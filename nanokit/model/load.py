@@ -31,7 +31,9 @@ def open_model(source: str | Path, *, rope_base: float | None = None) -> ModelSo
                     from nanokit.model.saved import QuantizedFile
 
                     return QuantizedFile(path, rope_base=rope_base)
-                return GGUFSource(path, rope_base=rope_base)
+                opened = GGUFSource(path, rope_base=rope_base)
+                _ = opened.tokenizer  # refused here, and not in the middle of what comes
+                return opened
         if path.is_dir():
             with naming(path.resolve().name):
                 return SafetensorsSource(path, rope_base=rope_base)

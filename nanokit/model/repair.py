@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import numpy as np
+
 from nanokit.errors import ModelFileError, ParameterError
 from nanokit.gguf.reader import GGUFFile
 from nanokit.gguf.write import Entry, Key, copied, rewrite
@@ -26,9 +28,11 @@ from nanokit.model.export_model import gguf_names
 from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized
 from nanokit.model.source import FLOATS, GGUFSource, ModelSource
-from nanokit.model.target import cannot_write, check_place, check_target
+from nanokit.model.target import cannot_write, check_not_source, check_place, check_target
+from nanokit.model.verify.meaning import SIZES
 from nanokit.model.verify.report import Report, listed
 from nanokit.model.verify.run import verify
+from nanokit.model.verify.source_tensors import TENSORS
 from nanokit.model.verify.variants import Progress
 from nanokit.model.weights import find_weights
 from nanokit.paths import replacing
@@ -39,6 +43,7 @@ from nanokit.quant.weight_format import weight_format
 FREQUENCIES = "rope_freqs.weight"
 # Keys that are left alone: how long a context may be is a choice, and the vocabulary is not looked at.
 LEFT = ("context_length", "vocab_size")
+REQUIRED = (*SIZES, "attention.layer_norm_rms_epsilon")
 SUBSTITUTE = "q8_0"  # for types that cannot be written here
 _LAYER = re.compile(r"^blk\.\d+\.")
 
@@ -77,6 +82,7 @@ def repair(
     check_target(path, suffixes=(".gguf",), force=force, source_files=[broken])
     opened = GGUFFile.open(broken)
     theirs = open_model(source)
+    check_not_source(path, [*opened.files, *theirs.files])
     architecture = opened.metadata.get("general.architecture")
     if architecture != theirs.config.architecture:
         raise ModelFileError(
@@ -98,37 +104,56 @@ def repair(
         with replacing(path) as scratch:
             rewrite(broken, scratch, entries, keys)
             report = verify(scratch, theirs, name=path.name, progress=progress)
+            _check_compared(report)
             report.raise_for("name what failed with --inject, or convert the model again; nothing was written")
     except OSError as error:
         raise cannot_write(path, str(error)) from error
     return Repaired(path, tuple(said), types, report)
 
 
+def _check_compared(report: Report) -> None:
+    """Raise ModelFileError for a file whose weights could not be held against the source: it would only be called
+    repaired."""
+    tensors = next((check for check in report.checks if check.name == TENSORS), None)
+    if not report.failed and (tensors is None or tensors.verdict == "not checked"):
+        raise ModelFileError(
+            f"{report.name} cannot be compared with {report.against}",
+            found="; ".join(f"{check.name}: {check.said}" for check in report.of("not checked")),
+            needed="a model that nanokit runs",
+            do="convert the model again with the tools of its makers; nothing was written",
+        )
+
+
 def _keys(file: GGUFFile, source: ModelSource) -> tuple[dict[str, Key | None], list[str]]:
-    """The keys of the architecture that the source contradicts, as it would be written; None drops one."""
+    """The keys of the architecture that are missing, or that the source contradicts in value or kind, as it would be
+    written; None drops one."""
     prefix = f"{source.config.architecture}."
     wanted = {
         name: key
         for name, key in model_keys(source.config, source.name, alignment=file.alignment, file_type=None).items()
         if name.startswith(prefix) and name.removeprefix(prefix) not in LEFT
     }
-    base, scaling = f"{prefix}rope.freq_base", f"{prefix}rope.scal"
-    keys: dict[str, Key | None] = {}
-    for name, key in wanted.items():
-        present = name in file.metadata
-        if not (_agrees(file.metadata[name], key.value) if present else not name.startswith((base, scaling))):
-            keys[name] = key
-    keys |= {name: None for name in file.metadata if name.startswith(scaling) and name not in wanted}
+    scaling = f"{prefix}rope.scal"
+    needed = {f"{prefix}{key}" for key in (*REQUIRED, "rope.freq_base")}
+    keys: dict[str, Key | None] = {
+        name: key
+        for name, key in wanted.items()
+        if (not _agrees(file, name, key) if name in file.metadata else name in needed or name.startswith(scaling))
+    }
+    stated = (name for name in file.metadata if name.startswith(scaling) and name not in wanted)
+    if source.config.rope.linear_factor == 1.0:  # "none" says nothing; other rules of the file's own are no linear one
+        keys |= {name: None for name in stated if file.metadata[name] != "none"}
     said = [f"{name}: {_shown(file, name)} -> {'gone' if key is None else key.value}" for name, key in keys.items()]
     return keys, said
 
 
-def _agrees(found: object, needed: object) -> bool:
-    if isinstance(needed, float):
-        return isinstance(found, float) and math.isclose(found, needed, rel_tol=1e-6)
+def _agrees(file: GGUFFile, name: str, key: Key) -> bool:
+    found, kind = file.metadata[name], file.kinds[name]
     if isinstance(found, list):  # one value a layer
-        return all(each == needed for each in found)
-    return found == needed
+        return kind.element == key.kind.type and all(each == key.value for each in found)
+    if kind != key.kind:
+        return False
+    return math.isclose(found, key.value, rel_tol=1e-6) if isinstance(key.value, float) else bool(found == key.value)
 
 
 def _shown(file: GGUFFile, name: str) -> str:
@@ -148,9 +173,16 @@ def _tensors(file: GGUFFile, source: ModelSource, inject: Sequence[str]) -> dict
         chosen |= {name: names[name] for name in found}
     entries: dict[str, Entry | None] = dict(_injected(file, source, chosen))
     factors = frequency_entry(source.config)
-    if factors is not None or FREQUENCIES in file.tensors:
+    if not _same_frequencies(file, factors):
         entries[FREQUENCIES] = factors
     return entries
+
+
+def _same_frequencies(file: GGUFFile, factors: Entry | None) -> bool:
+    if factors is None or FREQUENCIES not in file.tensors:
+        return factors is None and FREQUENCIES not in file.tensors
+    ours = file.tensor(FREQUENCIES).reshape(-1)
+    return ours.shape == factors.shape and np.allclose(ours, factors.make(), rtol=1e-5)
 
 
 def _injected(file: GGUFFile, source: ModelSource, chosen: dict[str, str]) -> Iterator[tuple[str, Entry]]:

@@ -6,6 +6,7 @@ before anything is allocated. `torch` pickles (.bin, .pt) are refused: reading o
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,9 @@ class ModelSource(TensorSource, Protocol):
     name: str
     files: tuple[Path, ...]
     config: ModelConfig
-    tokenizer: Tokenizer
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
 
     def facts(self) -> dict[str, Any]:
         """What the model is beside its tensors, in plain JSON: what its configuration and tokenizer are read from."""
@@ -75,7 +78,10 @@ def footprint(source: ModelSource) -> Footprint:
 
 
 class GGUFSource:
-    """A GGUF file. Llama files keep q and k permuted for interleaved rope; `tensor` undoes it, by head counts."""
+    """A GGUF file. Llama files keep q and k permuted for interleaved rope; `tensor` undoes it, by head counts.
+
+    The tokenizer is built when it is asked for, which raises TokenizerError or ModelFileError for a vocabulary that
+    cannot be used: keys and tensors can be looked at without it. `open_model` asks at once."""
 
     kind = 0
 
@@ -98,13 +104,17 @@ class GGUFSource:
             frequency_factors=None if factors is None else factors.reshape(-1).tolist(),
             rope_base=rope_base,
         )
-        self.tokenizer = Tokenizer.from_gguf(self.file.metadata)
-        check_vocabulary(path.name, self.tokenizer, self.config)
-        self.tokenizer.pad_to(self.config.vocab_size)
         self.stored = {
             name: Stored(info.shape, info.nbytes, info.type, kind.coding if (kind := FORMATS.get(info.type)) else None)
             for name, info in infos.items()
         }
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_gguf(self.file.metadata)
+        check_vocabulary(self.name, tokenizer, self.config)
+        tokenizer.pad_to(self.config.vocab_size)
+        return tokenizer
 
     def facts(self) -> dict[str, Any]:
         return {"gguf": self.file.metadata}

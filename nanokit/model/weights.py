@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from nanokit.errors import ModelFileError
+from nanokit.errors import ModelFileError, UnsupportedModelError
 from nanokit.model.config import ModelConfig
 from nanokit.quant.qtensor import Coding, QTensor
 
@@ -219,7 +219,9 @@ class _Finder:
     def refuse_left_over(self) -> None:
         left = sorted(n for n in self._unfound if not n.endswith(("rotary_emb.inv_freq", "rope_freqs.weight")))
         if left:
-            raise ModelFileError(
+            parts = ("blk.", "model.layers.", *(names[self._source.kind] for names in GLOBAL_NAMES.values()))
+            kind = ModelFileError if any(name.startswith(parts) for name in left) else UnsupportedModelError
+            raise kind(
                 "the file holds tensors that this architecture does not use",
                 found=f"{len(left)}: " + ", ".join(left[:4]) + (" …" if len(left) > 4 else ""),
                 needed=f"the tensors of {self._config.architecture} with {self._config.num_layers} layers",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import save_tiny_gguf, tiny_model
 
 from nanokit.cli import main
 from nanokit.errors import ParameterError
@@ -20,6 +21,7 @@ from nanokit.lab.experiments.smoke import (
     other_ropes,
 )
 from nanokit.model.rope import Rope
+from nanokit.model.verify.report import Check
 from nanokit.model.verify.variants import Gain
 
 
@@ -66,6 +68,25 @@ def test_only_what_is_certain_is_said() -> None:
     assert [said.partition(":")[0] for said in SmokeResult(SmokeParams(), {}, gains=gains).found] == ["a"]
 
 
+def test_a_rope_is_not_blamed_beside_a_greater_fault() -> None:
+    """Where q and k are mixed up, any rope may happen to do less badly."""
+    wrong = Check("behaviour", "q and k row order", "failed", "of blk.*.attn_q.weight")
+    result = SmokeResult(SmokeParams(), {}, gains={"a": Gain(0.1, 0.01)}, checks=[wrong])
+    assert result.found == ["q and k row order: of blk.*.attn_q.weight"]
+
+
+def test_random_weights_and_short_contexts_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that predicts nothing must not pass for one of which nothing is known against it."""
+    noise = save_tiny_gguf(tmp_path / "noise.gguf", tiny_model("llama", tied=True))
+    assert main(["model", "smoke", str(noise), "--preset", "smoke"]) == 1
+    assert "hardly better than chance" in capsys.readouterr().out
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 40
+    short = save_tiny_gguf(tmp_path / "short.gguf", model)
+    assert main(["model", "smoke", str(short), "--preset", "smoke"]) == 1
+    assert "too short a context" in capsys.readouterr().err
+
+
 def test_an_unknown_text_is_refused() -> None:
     """Before a model is loaded."""
     with pytest.raises(ParameterError, match="unknown text"):
@@ -93,4 +114,4 @@ def test_the_real_file_is_not_accused(default_model: Path, capsys: pytest.Captur
     assert main(["model", "smoke", str(default_model)]) == 0
     out = capsys.readouterr().out
     assert "nothing that a text can tell" in out
-    assert "gates that behave like ups" in out
+    assert "q and k row order" in out

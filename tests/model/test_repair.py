@@ -1,20 +1,24 @@
 """What is wrong in a file is put right from its source, and nothing else is touched."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tiny import save_tiny, tiny_model
+from tiny import compiled_model, save_tiny, save_tiny_gguf, tiny_model
 
 from nanokit.cli import main
 from nanokit.errors import ModelFileError, ParameterError
 from nanokit.gguf.faults import inject
+from nanokit.gguf.header import ValueKind
 from nanokit.gguf.reader import GGUFFile
+from nanokit.gguf.write import Key, rewrite
 from nanokit.model.convert import convert
 from nanokit.model.repair import repair
 
 MERGES = ("h e", "l l", "he ll")
+BASE = {"llama.rope.freq_base": 5e4}
 LINEAR = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -96,13 +100,67 @@ def test_scaling_that_was_lost_comes_back(rope: dict[str, float], tmp_path: Path
     assert GGUFFile.open(back.path).metadata == GGUFFile.open(lost).metadata
 
 
-def test_a_type_that_cannot_be_written_is_taken_from_a_gguf_source_as_it_is(
-    made: Mapping[str, Path], tmp_path: Path
+def test_a_type_that_cannot_be_written_is_taken_from_a_gguf_source_as_it_is(tmp_path: Path) -> None:
+    """K types are read here and not written: from a good file of the same type the codes come as they are."""
+    good = save_tiny_gguf(tmp_path / "good.gguf", compiled_model("llama", tied=True, columns=256), types="Q4_K", **BASE)
+    inject("gate-up-swapped-one", good, tmp_path / "bad.gguf")
+    done = repair(tmp_path / "bad.gguf", tmp_path / "new.gguf", good, inject=["blk.1.ffn_*.weight"])
+    assert set(done.tensors.values()) == {"Q4_K", "F32"}
+    assert done.path.read_bytes() == good.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.attention.head_count", Key(ValueKind("FLOAT32"), 4.0)),
+        ("llama.rope.freq_base", Key(ValueKind("FLOAT64"), 5e4)),
+        ("llama.embedding_length", None),
+        ("llama.rope.scaling.alpha", Key(ValueKind("FLOAT32"), 2.0)),
+    ],
+)
+def test_kinds_and_missing_keys_are_the_sources_again(
+    key: str, value: Key | None, made: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    """Codes of a good file of the same type must not be rounded a second time."""
-    inject("gate-up-swapped-one", made["good"], tmp_path / "bad.gguf")
-    done = repair(tmp_path / "bad.gguf", tmp_path / "new.gguf", made["good"], inject=["blk.1.ffn_*.weight"])
-    assert done.path.read_bytes() == made["good"].read_bytes()
+    """A number of the wrong kind is one that other readers refuse, though its value is right."""
+    rewrite(made["good"], tmp_path / "bad.gguf", {}, {key: value})
+    done = repair(tmp_path / "bad.gguf", tmp_path / "new.gguf", made["directory"])
+    good, new = GGUFFile.open(made["good"]), GGUFFile.open(done.path)
+    assert (new.metadata, new.kinds) == (good.metadata, good.kinds)
+
+
+@pytest.mark.parametrize("rope", [LINEAR, LLAMA3], ids=["linear", "llama3"])
+def test_what_agrees_is_left_alone(rope: dict[str, float], tmp_path: Path) -> None:
+    """A sound file of a scaled rope, and one that says outright that it has no scaling."""
+    directory = save_tiny(tmp_path / "scaled", tiny_model("llama", rope_parameters=rope), MERGES)
+    sound = convert(directory, tmp_path / "sound.gguf", "f32").path
+    with pytest.raises(ParameterError, match="is to be changed"):
+        repair(sound, tmp_path / "new.gguf", directory)
+
+
+def test_no_scaling_may_be_said_aloud(made: Mapping[str, Path], tmp_path: Path) -> None:
+    """rope.scaling.type = none contradicts nothing."""
+    rewrite(made["good"], tmp_path / "said.gguf", {}, {"llama.rope.scaling.type": Key(ValueKind("STRING"), "none")})
+    with pytest.raises(ParameterError, match="is to be changed"):
+        repair(tmp_path / "said.gguf", tmp_path / "new.gguf", made["directory"])
+
+
+def test_neither_the_file_nor_its_source_is_overwritten(made: Mapping[str, Path], tmp_path: Path) -> None:
+    """With --force as well: what is read while it is replaced is lost."""
+    inject("rope-base-10000", made["good"], tmp_path / "bad.gguf")
+    shutil.copyfile(made["good"], tmp_path / "source.gguf")
+    for target in ("bad.gguf", "source.gguf"):
+        with pytest.raises(ParameterError, match="file of the model itself"):
+            repair(tmp_path / "bad.gguf", tmp_path / target, tmp_path / "source.gguf", force=True)
+    assert (tmp_path / "source.gguf").read_bytes() == made["good"].read_bytes()
+
+
+def test_what_cannot_be_compared_is_not_called_repaired(made: Mapping[str, Path], tmp_path: Path) -> None:
+    """Experts are not run here: nothing would have been verified."""
+    keys = {"llama.expert_count": Key(ValueKind("UINT32"), 8), "llama.rope.freq_base": Key(ValueKind("FLOAT32"), 1e4)}
+    rewrite(made["good"], tmp_path / "bad.gguf", {}, keys)
+    with pytest.raises(ModelFileError, match="cannot be compared"):
+        repair(tmp_path / "bad.gguf", tmp_path / "new.gguf", made["directory"])
+    assert not (tmp_path / "new.gguf").exists()
 
 
 def test_what_cannot_be_repaired_is_refused(made: Mapping[str, Path], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from nanokit.engine.load import LoadedEngine, load
 from nanokit.engine.sampling import Sampling
-from nanokit.errors import ParameterError
+from nanokit.errors import ModelFileError, ParameterError
 from nanokit.lab.bench.limit import reader
 from nanokit.lab.lock import measuring
 from nanokit.lab.params import Params, experiment_params, knob
@@ -30,9 +30,10 @@ from nanokit.lab.table import Table
 from nanokit.model.fetch import fetch_default_model
 from nanokit.model.load import open_model
 from nanokit.model.rope import Rope
-from nanokit.model.source import ModelSource
-from nanokit.model.verify.behaviour import Asymmetry, undone
+from nanokit.model.source import GGUFSource, ModelSource
+from nanokit.model.verify.behaviour import behaviour
 from nanokit.model.verify.divergence import by_position
+from nanokit.model.verify.report import Check
 from nanokit.model.verify.variants import AS_IS, Gain, Head, Variant, final_states, gain
 from nanokit.model.weights import Weights, find_weights
 
@@ -41,7 +42,7 @@ NEAR = 2.0  # times: a base within it makes the same text nearly as likely
 SCALES = {"frequencies halved": 2.0, "frequencies doubled": 0.5}  # -> factor to positions' divisor
 T4_MS, T5_TOKENS = 800.0, 60  # a first token later, a circle entered before
 LONGEST_PERIOD, LEAST_TURNS = 40, 3
-PROMPT_TOKENS = 48
+PROMPT_TOKENS, LEAST_ANSWER = 48, 16
 
 
 @experiment_params
@@ -68,10 +69,10 @@ class SmokeParams(Params):
 class SmokeResult(Result):
     """Metrics: `ppl`, `ppl_<first>_<last>` by position, `entropy` (nats), `first_token_ms`, `first_token_limit_ms`,
     `circle_from` (tokens before it; absent where there is none), `gain_<variant>` and `error_<variant>` (nats a token).
-    gains: of the variants that were tried; suspects: layers whose gate behaves like an up."""
+    gains: of the ropes that were tried; checks: verify's own of behaviour, of a GGUF file."""
 
     gains: dict[str, Gain] = field(default_factory=dict)
-    suspects: dict[str, Gain] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
     positions: list[tuple[int, int, float]] = field(default_factory=list)
 
     @property
@@ -86,11 +87,12 @@ class SmokeResult(Result):
 
     @property
     def found(self) -> list[str]:
-        """What the text says against the file, a sentence each; empty where it says nothing."""
-        said = {**self.gains, **self.suspects}
-        return [
+        """What the text says against the file, a sentence each; empty where it says nothing. A rope is blamed only
+        where nothing else is wrong: beside a greater fault, any rope may happen to do less badly."""
+        found = [f"{check.name}: {check.said}" for check in self.checks if check.verdict in ("failed", "warning")]
+        return found or [
             f"{name}: the text gets likelier by {each.mean:.3g} ± {each.error:.2g} nats a token"
-            for name, each in said.items()
+            for name, each in self.gains.items()
             if each.certain
         ]
 
@@ -110,7 +112,7 @@ class SmokeResult(Result):
             ("greedy answer goes in a circle", circle),
             ("first token", f"{m['first_token_ms']:.0f} ms ({least})"),
             ("the likeliest of other ropes", f"{rope} nats a token against the file's own"),
-            ("gates that behave like ups", ", ".join(self.suspects) or "none"),
+            *((check.name, f"{check.verdict}: {check.said}") for check in self.checks),
         ]
         return Table(("looked at", "found"), rows)
 
@@ -126,6 +128,7 @@ def smoke(p: SmokeParams, *, progress: Progress | None = None, cancel: threading
         progress.start(3, "the text")
         source = open_model(p.model or fetch_default_model())
         weights = find_weights(source.config, source)
+        _check_context(source)
         result = _on_text(p, source, weights)
         stop_if(cancel)
         progress.step("an answer")
@@ -140,17 +143,26 @@ def smoke(p: SmokeParams, *, progress: Progress | None = None, cancel: threading
     )
 
 
+def _check_context(source: ModelSource) -> None:
+    if source.config.max_context < PROMPT_TOKENS + LEAST_ANSWER:
+        raise ModelFileError(
+            f"{source.name} has too short a context for a smoke test",
+            found=f"{source.config.max_context} tokens",
+            needed=f"at least {PROMPT_TOKENS + LEAST_ANSWER}",
+            do="look at the file with nanokit model verify",
+        )
+
+
 def _on_text(p: SmokeParams, source: ModelSource, weights: Weights) -> SmokeResult:
     ids = source.tokenizer.encode(text_path(p.text).read_text("utf-8"))[: min(p.tokens, source.config.max_context)]
     tried = other_ropes(source.config.rope)
-    seen = Asymmetry()
-    states = final_states(source.config, weights, ids, tried, see=seen.see)
+    checks = behaviour(source, weights) if isinstance(source, GGUFSource) else []
+    states = final_states(source.config, weights, ids, tried)
     head = Head(weights)
     losses = {name: head.losses(each, ids) for name, each in states.items()}
     entropy = [-(each.exp() * each).sum(-1) for each in head.log_probabilities(states[AS_IS][:-1])]
     own = losses[AS_IS]
     gains = {name: gain(own, losses[name]) for name in tried}
-    suspects = {f"blk.{at}.ffn_gate.weight": undone(source, weights, [at]) for at in seen.reversed_layers()}
     positions = list(by_position(own))
     metrics = {
         "ppl": math.exp(min(float(own.mean()), 700)),
@@ -160,7 +172,7 @@ def _on_text(p: SmokeParams, source: ModelSource, weights: Weights) -> SmokeResu
         **{f"gain_{name}": each.mean for name, each in gains.items()},
         **{f"error_{name}": each.error for name, each in gains.items()},
     }
-    return SmokeResult(p, metrics, gains=gains, suspects=suspects, positions=positions)
+    return SmokeResult(p, metrics, gains=gains, checks=checks, positions=positions)
 
 
 def other_ropes(own: Rope) -> dict[str, Variant]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nanokit.model.export import interleaved
 from nanokit.model.source import GGUFSource, ModelSource, unpermute
+from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.verify.meaning import HEAD
 from nanokit.model.verify.report import NEEDS_SOURCE, Check, Found, listed
 from nanokit.model.verify.variants import (
@@ -46,6 +47,7 @@ PART = "behaviour"
 TEXT = "texts/lighthouse.txt"
 TOKENS = 128
 LEAST = 32  # tokens that anything can be said of
+MARGIN = 2.0  # nats a token below chance (the logarithm of the vocabulary) from which on a model predicts
 CLEAR = 3.0  # times as asymmetric as the other one has to be to be told from it
 LEAST_ASYMMETRY = 0.15
 EVERYWHERE = "gate and up swapped"
@@ -83,27 +85,26 @@ def asymmetry(values: Tensor) -> float:
     return float((mean / deviation).mean().abs() + skewness.mean().abs())
 
 
-def text_ids(source: ModelSource, text: str, tokens: int) -> list[int]:
-    """The first tokens of a text of the kit's own, as many as the model's context takes."""
-    ids = source.tokenizer.encode((data_dir() / text).read_text("utf-8"))
-    return ids[: min(tokens, source.config.max_context)]
+def text_ids(tokenizer: Tokenizer, text: str, tokens: int) -> list[int]:
+    """The first tokens of a text of the kit's own."""
+    return tokenizer.encode((data_dir() / text).read_text("utf-8"))[:tokens]
 
 
 def behaviour(source: GGUFSource, weights: Weights, progress: Progress | None = None) -> list[Check]:
     """The checks. Weights have to be finite."""
-    ids = text_ids(source, TEXT, TOKENS)
+    ids = text_ids(source.tokenizer, TEXT, min(TOKENS, source.config.max_context))
     if len(ids) < LEAST:
-        said = f"{len(ids)} tokens of text, too few to tell anything"
-        return [Check(PART, name, "not checked", said) for name in (PREDICTS, ROW_ORDER, ORDER, LAYERS)]
+        return unasked(f"{len(ids)} tokens of text, too few to tell anything")
     orders = row_orders(source)
     seen = Asymmetry()
     losses = _losses(source, weights, ids, {**orders, EVERYWHERE: swapped()}, progress, seen.see)
-    gains = {name: gain(losses[AS_IS], losses[name]) for name in losses if name != AS_IS}
-    everywhere = gains.pop(EVERYWHERE)
-    if not _told(gains, everywhere):
+    sense = math.log(source.config.vocab_size) - MARGIN
+    gains = _gains(losses, sense)
+    everywhere = gains.pop(EVERYWHERE, None)
+    if not _told(gains, everywhere, bool(losses[AS_IS].mean() < sense)):
         more = _losses(source, weights, ids[: len(ids) // 2], other_heads(source), progress)  # they are many
-        gains |= {name: gain(more[AS_IS], each) for name, each in more.items() if name != AS_IS}
-    predicts, tied = _predicts(losses[AS_IS], source)
+        gains |= _gains(more, sense)
+    predicts, tied = _predicts(losses[AS_IS], source, sense)
     checks = [Check(PART, PREDICTS, *predicts)]
     if tied is not None:
         checks.append(Check("meaning", HEAD, *tied))
@@ -112,6 +113,22 @@ def behaviour(source: GGUFSource, weights: Weights, progress: Progress | None = 
     if checks[-1].verdict == "failed":
         return checks
     return [*checks, Check(PART, LAYERS, *_by_layer(seen, source, weights, progress))]
+
+
+def unasked(why: str) -> list[Check]:
+    """The checks where no text can be run."""
+    return [Check(PART, name, "not checked", why) for name in (PREDICTS, ROW_ORDER, ORDER, LAYERS)]
+
+
+def _gains(losses: Mapping[str, Tensor], sense: float) -> dict[str, Gain]:
+    """Of every variant that means something: of two models that both predict nothing, one may do so less badly. sense:
+    the loss, nats a token, below which one of them has to be."""
+    own = losses[AS_IS]
+    return {
+        name: gain(own, loss)
+        for name, loss in losses.items()
+        if name != AS_IS and (own.mean() < sense or loss.mean() < sense)
+    }
 
 
 def _losses(
@@ -127,10 +144,12 @@ def _losses(
     return {name: head.losses(each, ids) for name, each in states.items()}
 
 
-def _told(gains: Mapping[str, Gain], everywhere: Gain) -> bool:
-    """Whether the text has told these orders from the file's own, for better or worse, or from something worse."""
-    better = everywhere.certain or any(each.certain for each in gains.values())
-    return better or all(each.certainly_worse for each in gains.values())
+def _told(gains: Mapping[str, Gain], everywhere: Gain | None, predicts: bool) -> bool:
+    """Whether the text has told these orders from the file's own, for better or worse, or from something worse.
+    predicts: whether the file predicts it as it is."""
+    if any(each.certain for each in (*gains.values(), *([everywhere] if everywhere else []))):
+        return True
+    return predicts and all(each.certainly_worse for each in gains.values())
 
 
 def row_orders(source: GGUFSource) -> dict[str, Variant]:
@@ -171,26 +190,27 @@ def _k_as_of(source: GGUFSource, counts: set[int]) -> dict[str, Variant]:
     return found
 
 
-def _predicts(loss: Tensor, source: GGUFSource) -> tuple[Found, Found | None]:
+def _predicts(loss: Tensor, source: GGUFSource, sense: float) -> tuple[Found, Found | None]:
     """Of the text, and what that says of a tied head."""
-    mean, chance = float(loss.mean()), math.log(source.config.vocab_size)
+    mean = float(loss.mean())
     if not math.isfinite(mean):
         said = f"the probabilities of {int((~loss.isfinite()).sum())} of {len(loss)} tokens are no numbers"
         return ("failed", said), None
     said = f"perplexity {math.exp(min(mean, 700)):.4g} over {len(loss)} tokens of prose"
-    if mean >= chance:
-        worse = "worse than any vocabulary's by chance: weights that are random, or damaged"
+    if mean >= sense:
+        chance = f"with {source.config.vocab_size:,} tokens hardly better than chance, or worse"
+        worse = f"{chance}: weights that are random, or damaged"
         tied = "; a head of its own that was dropped does this too" if source.config.tied_head else ""
         return ("warning", f"{said}, {worse}{tied}"), None
     tied_head: Found = ("ok", "tied: the embedding is the head, and predicts a text with it")
     return ("ok", said), tied_head if source.config.tied_head else None
 
 
-def _row_order(gains: Mapping[str, Gain], everywhere: Gain) -> Found:
+def _row_order(gains: Mapping[str, Gain], everywhere: Gain | None) -> Found:
     if not gains:
-        return "not checked", NEEDS_SOURCE
+        return "not checked", f"a text cannot tell it from other orders: {NEEDS_SOURCE}"
     best = max(gains, key=lambda name: gains[name].mean)
-    if everywhere.certain and everywhere.mean > gains[best].mean:
+    if everywhere is not None and everywhere.certain and everywhere.mean > gains[best].mean:
         return "not checked", "gate and up come first"
     if gains[best].certain:
         which = "blk.*.attn_k.weight" if best.startswith("rows of k") else "blk.*.attn_q.weight and blk.*.attn_k.weight"
@@ -200,11 +220,11 @@ def _row_order(gains: Mapping[str, Gain], everywhere: Gain) -> Found:
     return "not checked", f"a text cannot tell it from other orders: {NEEDS_SOURCE}"
 
 
-def _everywhere(gains: Mapping[str, Gain], found: Gain) -> Found:
-    if found.certain and all(found.mean > each.mean for each in gains.values()):
+def _everywhere(gains: Mapping[str, Gain], found: Gain | None) -> Found:
+    if found is not None and found.certain and all(found.mean > each.mean for each in gains.values()):
         said = "with gate and up of every layer in each other's place, a text gets likelier by"
         return "failed", f"blk.*.ffn_gate.weight and blk.*.ffn_up.weight: {said} {_nats(found)}"
-    if found.certainly_worse:
+    if found is not None and found.certainly_worse:
         return "ok", f"in each other's place they make a text less likely, by {-found.mean:.3g} nats a token"
     return "not checked", f"a text cannot tell them apart: {NEEDS_SOURCE}"
 
@@ -227,7 +247,7 @@ def _by_layer(seen: Asymmetry, source: GGUFSource, weights: Weights, progress: P
 
 def undone(source: ModelSource, weights: Weights, layers: Sequence[int], progress: Progress | None = None) -> Gain:
     """What the text gains, all of it that there is, with gate and up of these layers in each other's place."""
-    ids = text_ids(source, TEXT, 1 << 20)
+    ids = text_ids(source.tokenizer, TEXT, source.config.max_context)
     losses = _losses(source, weights, ids, {EVERYWHERE: swapped(layers)}, progress)
     return gain(losses[AS_IS], losses[EVERYWHERE])
 

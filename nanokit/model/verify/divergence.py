@@ -10,7 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nanokit.model.source import GGUFSource, ModelSource
+from nanokit.model.config import ModelConfig
+from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.verify.behaviour import TEXT, text_ids
 from nanokit.model.verify.report import Check, Found
 from nanokit.model.verify.variants import AS_IS, Head, Progress, final_states
@@ -19,36 +20,37 @@ from nanokit.model.weights import Weights
 PART = "source"
 LONG_TEXT = "texts/evaluation.txt"
 SHORT, LONG = 64, 1024  # tokens
-# nats of KL that a noise of power 1 beside the weights may cost: several times what a small model, which suffers most,
-# loses to rounding (`nanokit quality` measures that). Below FLOOR is fp32's own rounding.
-PER_NOISE, FLOOR = 250.0, 1e-5
+# nats of KL that a noise of power 1 beside the weights may cost: some times what a small model, which suffers most,
+# loses to rounding (`nanokit quality` measures that), and never more than MOST. Below FLOOR is fp32's own rounding.
+PER_NOISE, FLOOR, MOST = 100.0, 1e-5, 1.0
 PREDICTIONS = "predictions on a {} text"
 
 
+Model = tuple[ModelConfig, Weights]
+
+
 def divergence(
-    file: GGUFSource,
-    ours: Weights,
-    source: ModelSource,
-    theirs: Weights,
+    tokenizer: Tokenizer,
+    file: Model,
+    source: Model,
     noise: float,
     *,
     long: bool = True,
     progress: Progress | None = None,
 ) -> list[Check]:
-    """The checks. noise: of the weights, `source_tensors.noise`; long: whether the long text is run too."""
+    """The checks. tokenizer: of the texts; noise: of the weights, `source_tensors.noise`; long: whether the long text
+    is run too."""
     texts = {"short": (TEXT, SHORT), **({"long": (LONG_TEXT, LONG)} if long else {})}
+    room = min(config.max_context for config, _ in (file, source))
+    heads = Head(file[1]), Head(source[1])
     checks = []
     for name, (text, tokens) in texts.items():
-        ids = [each for each in text_ids(file, text, tokens) if each < source.config.vocab_size]
-        ids = ids[: source.config.max_context]
+        ids = text_ids(tokenizer, text, min(tokens, room))
         if len(ids) < 2:
             found: Found = ("not checked", f"{len(ids)} tokens of text")
         else:
-            states = [
-                final_states(each.config, weights, ids, progress=progress)[AS_IS]
-                for each, weights in ((file, ours), (source, theirs))
-            ]
-            found = _verdict(*kl(Head(ours), Head(theirs), *states), FLOOR + PER_NOISE * noise)
+            states = [final_states(*each, ids, progress=progress)[AS_IS] for each in (file, source)]
+            found = _verdict(*kl(*heads, *states), min(FLOOR + PER_NOISE * noise, MOST))
         checks.append(Check(PART, PREDICTIONS.format(name), *found))
     return checks
 

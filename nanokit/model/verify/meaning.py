@@ -17,12 +17,14 @@ from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.tokenizer_gguf import PRE_TOKENIZERS
 from nanokit.model.verify.report import NEEDS_SOURCE, Check, Found, listed
 from nanokit.model.weights import Weights, find_weights
+from nanokit.quant.formats import FORMATS
 
 PART = "meaning"
 INTEGERS = ("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "UINT64", "INT64")
 SIZES = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+PER_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")  # an array may stand for these
 FUSED = {"phi3"}  # architectures whose files keep gate and up in one matrix, ffn_up
-ROPE_BASE, ROPE_SCALING, HEAD = "rope base", "rope scaling", "head"
+ROPE_BASE, ROPE_SCALING, HEAD, VOCABULARY = "rope base", "rope scaling", "head", "vocabulary"
 _OWN = f"{NEEDS_SOURCE} (nanokit model smoke tries some others)"
 _SCALING = (
     "type", "factor", "original_context_length", "finetuned", "attn_factor", "yarn_log_multiplier", "yarn_ext_factor",
@@ -31,7 +33,7 @@ _SCALING = (
 
 
 def meaning(file: GGUFFile) -> tuple[list[Check], GGUFSource | None, Weights | None]:
-    """The checks, and the model as the loader sees it where it loads."""
+    """The checks, and the model as the loader sees it where it loads; its vocabulary may be unknown all the same."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         return list(_foreign(file, architecture)), None, None
@@ -39,7 +41,7 @@ def meaning(file: GGUFFile) -> tuple[list[Check], GGUFSource | None, Weights | N
     checks = [Check(PART, "architecture", "ok", keys.architecture)]
     rules: dict[str, Callable[[_Keys], Found]] = {
         "required keys": _required, ROPE_BASE: _rope_base, ROPE_SCALING: _rope_scaling, "head counts": _head_counts,
-        "gate, up and down": _feed_forward, HEAD: _head, "special tokens": _special, "vocabulary": _vocabulary,
+        "gate, up and down": _feed_forward, HEAD: _head, "special tokens": _special, VOCABULARY: _vocabulary,
         "chat template": _template,
     }  # fmt: skip
     checks += [Check(PART, name, *rule(keys)) for name, rule in rules.items()]
@@ -48,15 +50,16 @@ def meaning(file: GGUFFile) -> tuple[list[Check], GGUFSource | None, Weights | N
         weights = find_weights(source.config, source)
     except NanokitError as error:
         return [*checks, _refused(checks, error)], None, None
+    unread = [f"{name} ({stored.type})" for name, stored in source.stored.items() if stored.type not in FORMATS]
+    if unread:
+        said = f"{listed(unread)}: no type of weights that can be read here"
+        return [*checks, Check(PART, "tensors", "not checked", said)], None, None
     said = f"{len(weights.layers)} layers, every tensor of {keys.architecture} and no other, in its shape"
     return [*checks, Check(PART, "tensors", "ok", said)], source, weights
 
 
 def _refused(checks: list[Check], error: NanokitError) -> Check:
-    """What the loader says. A model or a vocabulary of a kind that is not known here is no fault of the file."""
-    vocabulary = next(check for check in checks if check.name == "vocabulary")
-    if isinstance(error, TokenizerError) and vocabulary.verdict == "not checked":
-        return Check(PART, "tensors", "not checked", "the model cannot be run here without its vocabulary")
+    """What the loader says. A model of a kind that is not known here is no fault of the file."""
     if isinstance(error, UnsupportedModelError):
         return Check(
             PART, "tensors", "not checked", f"nanokit does not run such models: {error.what}; found {error.found}"
@@ -92,9 +95,13 @@ class _Keys:
         return self.file.metadata.get(self.name(key))
 
     def kind(self, key: str) -> str:
-        """As what it is stored, "" where it is missing; of an array, what its elements are."""
+        """As what it is stored, "" where it is missing; of one value a layer, what those are."""
         kind = self.file.kinds.get(self.name(key))
-        return "" if kind is None else kind.element or kind.type
+        if kind is None:
+            return ""
+        return (
+            kind.element if key in PER_LAYER and kind.element else f"{kind.type} of {kind.element}".removesuffix(" of ")
+        )
 
     def integer(self, key: str) -> int | None:
         """A whole number, of an array with one value a layer the only one; None for anything else."""
@@ -122,7 +129,7 @@ def _required(keys: _Keys) -> Found:
 def _rope_base(keys: _Keys) -> Found:
     fault = keys.wrong("rope.freq_base", ("FLOAT32",), "a FLOAT32")
     if fault:
-        return "failed", f"{fault}; other programs take 10,000 then, and long texts go wrong"
+        return "failed", fault + ("" if keys.kind("rope.freq_base") else "; other programs take 10,000 then")
     base = keys.get("rope.freq_base")
     if not 0 < base < float("inf"):
         return "failed", f"{keys.name('rope.freq_base')} is {base}, no positive number"
@@ -156,10 +163,12 @@ def _rope_scaling(keys: _Keys) -> Found:
 
 def _head_counts(keys: _Keys) -> Found:
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
-    kv_heads = keys.integer("attention.head_count_kv") or heads
-    if not hidden or not heads or not kv_heads:
-        return "not checked", "the keys that it needs are missing"
     kv_key = "attention.head_count_kv" if keys.kind("attention.head_count_kv") else "attention.head_count"
+    kv_heads = keys.integer(kv_key)
+    if any(isinstance(keys.get(key), list) and not keys.integer(key) for key in (kv_key, "attention.head_count")):
+        return "not checked", "another number of heads in each layer"
+    if not hidden or not heads or not kv_heads:
+        return "not checked", "the keys that it needs are missing, or no whole numbers above 0"
     per_head, said_by = hidden // heads, f"{hidden} / {heads}"
     for key in ("rope.dimension_count", "attention.key_length"):
         if stated := keys.integer(key):
@@ -195,6 +204,8 @@ def _fused(file: GGUFFile, width: object) -> list[str]:
 
 def _feed_forward(keys: _Keys) -> Found:
     width = keys.integer("feed_forward_length")
+    if keys.get("expert_count"):
+        return "not checked", "experts, which nanokit does not run"
     if fused := _fused(keys.file, width):
         return "failed", (
             f"{fused[0]} has {2 * (width or 0)} rows, twice {keys.name('feed_forward_length')}: gate and up fused, in "

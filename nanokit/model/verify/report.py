@@ -45,10 +45,11 @@ class Report:
         counts = {name: len(self.of(name)) for name in ("failed", "warning", "not checked")}
         if counts["failed"]:
             return f"failed: {counts['failed']} of {len(self.checks)} checks"
-        rest = f", {counts['warning']} warnings" if counts["warning"] else ""
-        if counts["not checked"]:
-            return f"no fault was found, {counts['not checked']} checks could not be made{rest}"
-        return f"ok: all {len(self.checks)} checks passed{rest}"
+        if not counts["warning"] and not counts["not checked"]:
+            return f"ok: all {len(self.checks)} checks passed"
+        rest = [f"{counts['not checked']} checks could not be made"] if counts["not checked"] else []
+        rest += [f"{counts['warning']} warning{'s' * (counts['warning'] > 1)}"] if counts["warning"] else []
+        return f"no fault was found, {', '.join(rest)}"
 
     def raise_for(self, do: str) -> None:
         """Raise ModelFileError, naming what failed, unless nothing did."""
@@ -71,11 +72,14 @@ class Report:
         }
 
 
+_WEIGHT: dict[Verdict, int] = {"not checked": 0, "ok": 1, "warning": 2, "failed": 3}
+
+
 def merged(checks: Iterable[Check]) -> tuple[Check, ...]:
-    """One for each name: a check that could be made takes the place of one that could not."""
+    """One for each name: the gravest of them, and a check that could be made before one that could not."""
     found: dict[str, Check] = {}
     for check in checks:
-        if check.name not in found or found[check.name].verdict == "not checked":
+        if check.name not in found or _WEIGHT[check.verdict] > _WEIGHT[found[check.name].verdict]:
             found[check.name] = check
     return tuple(found.values())
 

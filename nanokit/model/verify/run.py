@@ -1,17 +1,16 @@
 """Every check of a file, in order: each part needs what the one before has opened."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from nanokit.model.source import GGUFSource, ModelSource
-from nanokit.model.verify.behaviour import behaviour
+from nanokit.model.verify.behaviour import behaviour, unasked
 from nanokit.model.verify.divergence import divergence
-from nanokit.model.verify.meaning import meaning
+from nanokit.model.verify.meaning import VOCABULARY, meaning
 from nanokit.model.verify.numbers import numbers
 from nanokit.model.verify.report import Check, Report, merged
 from nanokit.model.verify.source_keys import compare_keys
-from nanokit.model.verify.source_tensors import TENSORS, Compared, compare_tensors, noise, same_model, tensor_checks
+from nanokit.model.verify.source_tensors import TENSORS, compare_tensors, noise, same_model, tensor_checks
 from nanokit.model.verify.structure import structure
 from nanokit.model.verify.variants import Progress
 from nanokit.model.weights import Weights, find_weights
@@ -38,11 +37,13 @@ def verify(
     their_weights = None if against is None else find_weights(against.config, against)
     checks, source, weights = inside(path, progress)
     if source is not None and weights is not None:
-        if against is None or their_weights is None:
+        known = any(check.name == VOCABULARY and check.verdict == "ok" for check in checks)
+        if against is not None and their_weights is not None:
+            checks += _compared(source, weights, against, their_weights, long, known, progress)
+        elif known:
             checks += behaviour(source, weights, progress)
         else:
-            checks += compare_keys(source, against)
-            checks += _compared(source, weights, against, their_weights, long, progress)
+            checks += unasked("the vocabulary cannot be read here, so no text can be run")
     elif against is not None:
         checks.append(Check("source", TENSORS, "not checked", "the file's own faults come first"))
     return Report(name or path.name, None if against is None else against.name, merged(checks))
@@ -70,23 +71,20 @@ def inside(path: Path, progress: Progress | None = None) -> Inside:
 
 
 def _compared(
-    file: GGUFSource, weights: Weights, source: ModelSource, theirs: Weights, long: bool, progress: Progress | None
+    file: GGUFSource,
+    weights: Weights,
+    source: ModelSource,
+    theirs: Weights,
+    long: bool,
+    known: bool,
+    progress: Progress | None,
 ) -> list[Check]:
+    """known: whether the vocabulary of the file can be read; the source's stands in for one that cannot."""
+    keys = compare_keys(file, source, vocabulary=known)
     if not same_model(file, source):
-        return [Check("source", TENSORS, "not checked", "the sizes are not the source's")]
+        return [*keys, Check("source", TENSORS, "not checked", "the sizes are not the source's")]
     found = compare_tensors(file.config, weights, theirs, progress)
-    predictions = divergence(file, weights, source, theirs, noise(found), long=long, progress=progress)
-    checks = tensor_checks(found)
-    return [*(_folded(each, found, predictions) for each in checks), *predictions]
-
-
-def _folded(check: Check, found: list[Compared], predictions: list[Check]) -> Check:
-    """Weights that differ without a known mistake in a model that predicts the same: scales were folded from one tensor
-    into another, as AWQ and SmoothQuant do."""
-    known = any(each.holds for each in found)
-    if check.name != TENSORS or known or check.verdict != "failed":
-        return check
-    if any(each.verdict != "ok" for each in predictions):
-        return check
-    said = f"{check.said}; the predictions agree all the same: scales folded from tensor to tensor do this"
-    return replace(check, verdict="warning", said=said)
+    tokenizer = file.tokenizer if known else source.tokenizer
+    models = (file.config, weights), (source.config, theirs)
+    predictions = divergence(tokenizer, *models, noise(found), long=long, progress=progress)
+    return [*keys, *tensor_checks(found), *predictions]

@@ -22,8 +22,8 @@ PROBE = "The 3 Naïve users don't\n\n  agree: 12345 + 67 = 12412?\tÄh, 東京, 
 ROUNDING = 1e-5  # relative: keys are stored as fp32
 
 
-def compare_keys(file: GGUFSource, source: ModelSource) -> list[Check]:
-    """The checks, of configuration and vocabulary."""
+def compare_keys(file: GGUFSource, source: ModelSource, *, vocabulary: bool = True) -> list[Check]:
+    """The checks, of configuration and vocabulary. vocabulary: whether that of the file can be read."""
     a, b = file.config, source.config
     found: dict[str, Found] = {
         "architecture as in the source": _same("general.architecture", a.architecture, b.architecture),
@@ -33,9 +33,10 @@ def compare_keys(file: GGUFSource, source: ModelSource) -> list[Check]:
         "norm epsilon": _epsilon(a, b),
         "context length": _context(a, b),
         HEAD: _head(a, b),
-        "vocabulary as in the source": _vocabulary(file.tokenizer, source.tokenizer),
-        "chat template as in the source": _template(file.tokenizer, source.tokenizer),
     }
+    if vocabulary:
+        found["vocabulary as in the source"] = _vocabulary(file.tokenizer, source.tokenizer)
+        found["chat template as in the source"] = _template(file.tokenizer, source.tokenizer)
     return [Check(PART, name, *each) for name, each in found.items()]
 
 
@@ -106,7 +107,7 @@ def _vocabulary(ours: Tokenizer, theirs: Tokenizer) -> Found:
 
 def _vocabulary_faults(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Found]:
     size = min(ours.vocab_size, theirs.vocab_size)
-    if abs(ours.vocab_size - theirs.vocab_size) and not _only_padding(ours, theirs):
+    if ours.vocab_size < theirs.vocab_size:  # more than the source has stand for rows of the embedding without a token
         yield "failed", f"tokenizer.ggml.tokens has {ours.vocab_size} tokens, the source {theirs.vocab_size}"
     pairs = ((ours.decode([i], skip_special=False), theirs.decode([i], skip_special=False)) for i in range(size))
     other = [f"{at} is {a!r}, in the source {b!r}" for at, (a, b) in enumerate(pairs) if a != b]
@@ -114,17 +115,10 @@ def _vocabulary_faults(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Found]:
         yield "failed", f"tokenizer.ggml.tokens: {listed(other)}"
     if ours.encode(PROBE) != theirs.encode(PROBE):
         yield "failed", "tokenizer.ggml.pre, merges or add_bos_token: a text gets other ids than in the source"
-    if ours.bos_id != theirs.bos_id:
+    if theirs.bos_id is not None and ours.bos_id != theirs.bos_id:
         yield "failed", f"tokenizer.ggml.bos_token_id is {ours.bos_id}, in the source {theirs.bos_id}"
     if theirs.eos_ids and not set(ours.eos_ids) & set(theirs.eos_ids):
         yield "failed", f"tokenizer.ggml.eos_token_id: {ours.eos_ids} end an answer, in the source {theirs.eos_ids}"
-
-
-def _only_padding(ours: Tokenizer, theirs: Tokenizer) -> bool:
-    """Whether the longer one goes on with tokens that stand for rows of the embedding without any."""
-    longer, size = max((ours, theirs), key=lambda each: each.vocab_size), min(ours.vocab_size, theirs.vocab_size)
-    rest = [longer.decode([i], skip_special=False) for i in range(size, longer.vocab_size)]
-    return all("pad" in text.lower() or "unused" in text.lower() for text in rest)
 
 
 def _template(ours: Tokenizer, theirs: Tokenizer) -> Found:

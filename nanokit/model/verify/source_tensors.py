@@ -19,15 +19,17 @@ from nanokit.model.source import ModelSource, unpermute
 from nanokit.model.verify.behaviour import LAYERS, ORDER, ROW_ORDER
 from nanokit.model.verify.report import Check, Found, listed
 from nanokit.model.verify.variants import Progress
-from nanokit.model.weights import LayerWeights, Matrix, Stored, Weights
+from nanokit.model.weights import LayerWeights, Linear, Matrix, Stored, Weights
 from nanokit.quant.policy import ATTENTION, FEED_FORWARD
 
 PART = "source"
 TENSORS, HEADS = "weights as in the source", "heads of q and k"
 # What rounding explains, relative to the weights: of floats a few units of their last place; of b bits, three times
-# what 4.5 bits cost normally distributed weights (21.3 dB), halved with every bit more.
+# what Q4_0 costs normally distributed weights (tests/model/test_verify.py computes it), halved with every bit more.
 FLOATS = {"F32": 1e-6, "F16": 1e-3, "BF16": 8e-3}
 AT_4_5_BITS = 0.26
+ROWS = 1024  # compared together
+FITS = 3  # rounds
 LIKE = 0.5  # a relative error below it: the same matrix, if badly rounded; unrelated ones have 1.4
 
 
@@ -42,13 +44,15 @@ def explained(stored: Stored) -> float:
 @dataclass(frozen=True)
 class Compared:
     """A tensor of the file beside the source's. error: relative; bound: what their types explain; head: of q and k, the
-    lowest cosine of a head and which, else None; holds: what it is instead, "" where that is unknown."""
+    lowest cosine of a head and which, else None; holds: what it is instead, "" where that is unknown; folded: that it
+    is the source's but for a factor to each row and each column."""
 
     name: str
     error: float
     bound: float
     head: tuple[float, int] | None = None
     holds: str = ""
+    folded: bool = False
 
     @property
     def good(self) -> bool:
@@ -68,8 +72,9 @@ def compare_tensors(
     Raises ModelFileError for weights of the source that are not finite.
     """
     found = [_compared(ours.embedding, theirs.embedding), _compared(ours.final_norm, theirs.final_norm)]
-    if ours.head is not None and theirs.head is not None:
-        found.append(_compared(ours.head.weight, theirs.head.weight))
+    if ours.head is not None:
+        found.append(_compared(ours.head.weight, theirs.embedding if theirs.head is None else theirs.head.weight))
+        found += _biases(ours.head, theirs.head or Linear(theirs.embedding, None))
     for index, (layer, other) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
         if progress is not None:
             progress(index, len(ours.layers), "comparing with the source")
@@ -86,8 +91,17 @@ def _layer(config: ModelConfig, ours: LayerWeights, theirs: LayerWeights) -> Ite
         a, b = getattr(ours, role), getattr(theirs, role)
         count = {"q": config.num_heads, "k": config.num_kv_heads}.get(role)
         yield _compared(a.weight, b.weight, count, _mistakes(config, role, theirs))
-        if a.bias is not None and b.bias is not None:
-            yield _compared(a.bias, b.bias)
+        yield from _biases(a, b)
+
+
+def _biases(ours: Linear, theirs: Linear) -> Iterator[Compared]:
+    if ours.bias is not None and theirs.bias is not None:
+        yield _compared(ours.bias, theirs.bias)
+    elif ours.bias is not None:
+        yield Compared(ours.bias.name, math.inf, 0.0, holds="a bias that the source does not have")
+    elif theirs.bias is not None:
+        name = ours.weight.name.removesuffix("weight") + "bias"
+        yield Compared(name, math.inf, 0.0, holds="nothing: it is missing, and the source has one")
 
 
 Mistakes = dict[str, Callable[[Tensor], Tensor]]  # what the tensor holds -> that, made of the source's own
@@ -96,20 +110,34 @@ Mistakes = dict[str, Callable[[Tensor], Tensor]]  # what the tensor holds -> tha
 def _compared(ours: Matrix, theirs: Matrix, heads: int | None = None, mistakes: Mistakes | None = None) -> Compared:
     a, b = ours.dense(), theirs.dense()
     bound = explained(ours.source.stored[ours.name]) + explained(theirs.source.stored[theirs.name])
-    error, head, holds = _error(a, b), None, ""
-    if heads is not None:
-        # in fp64: what fp32 loses in the sum is more than an exact copy may differ
-        cosines = torch.cosine_similarity(a.reshape(heads, -1).double(), b.reshape(heads, -1).double())
-        head = (float(cosines.min()), int(cosines.argmin()))
+    error, holds, folded = _error(a, b), "", False
     if error > bound:
         holds = next((what for what, make in (mistakes or {}).items() if _error(a, make(b)) < max(bound, LIKE)), "")
-    return Compared(ours.name, error, bound, head, holds)
+        if not holds and a.ndim == 2 and a.any():
+            b = rescaled(a, b)
+            folded = _error(b, a) <= bound
+    head = None
+    if heads is not None:
+        cosines = torch.cosine_similarity(a.reshape(heads, -1).double(), b.reshape(heads, -1).double())
+        head = (float(cosines.min()), int(cosines.argmin()))
+    return Compared(ours.name, error, bound, head, holds, folded)
 
 
 def _error(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return math.inf
-    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+    pieces = zip(a.split(ROWS), b.split(ROWS), strict=True)  # the largest matrix is there twice already
+    off = math.sqrt(sum(float((x - y).square().sum(dtype=torch.float64)) for x, y in pieces))
+    return off / max(float(b.norm()), 1e-30)
+
+
+def rescaled(a: Tensor, b: Tensor) -> Tensor:
+    """diag(r) b diag(c), with r and c, not below 0, fitted to a in turns by least squares: where scales were folded
+    from one tensor into another, that is a."""
+    for axis in (0, 1) * FITS:
+        overlap = (a * b).sum(axis, keepdim=True) / b.square().sum(axis, keepdim=True).clamp(min=1e-30)
+        b = b * overlap.clamp(min=0)
+    return b
 
 
 def _mistakes(config: ModelConfig, role: str, theirs: LayerWeights) -> Mistakes:
@@ -151,6 +179,12 @@ def tensor_checks(found: list[Compared]) -> list[Check]:
 
 
 def _all(found: list[Compared], wrong: list[Compared]) -> Found:
+    matrices = [each for each in wrong if each.folded]
+    vectors = [each for each in wrong if each.name.endswith((".bias", "norm.weight")) and not each.holds]
+    if matrices and len(matrices) + len(vectors) == len(wrong):
+        named = listed(each.name for each in matrices)
+        what = "have other scales for whole rows or columns, as AWQ and SmoothQuant fold them"
+        return "warning", f"{len(matrices)} matrices {what}: {named}"
     if wrong:
         said = (
             f"{each.name} differs by {each.error:.2g} of its size, where its type explains {each.bound:.2g}"
