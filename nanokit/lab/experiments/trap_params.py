@@ -41,7 +41,7 @@ class TrapsParams(Params):
     )  # fmt: skip
     bound: float = knob(2.0, "times the good file's perplexity that is an alarm", low=1.0, high=1000.0)
     repeats: int = knob(
-        0, "first tokens timed in each file", low=1, high=50, by_preset={"smoke": 1, "quick": 2, "full": 9}
+        0, "first tokens timed in each file", low=1, high=50, by_preset={"smoke": 1, "quick": 1, "full": 9}
     )
 
     def check(self) -> None:
