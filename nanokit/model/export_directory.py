@@ -11,6 +11,7 @@ in it has to be one that is written here, and its weights have to say so.
 """
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from nanokit.model.load import open_model
 from nanokit.model.requantize import narrowed
 from nanokit.model.source import DESCRIPTIONS, FLOATS, GGUFSource, SafetensorsSource
 from nanokit.model.target import cannot_write
+from nanokit.model.tokenizer_gguf import PRE_TOKENIZERS
 from nanokit.model.verify.run import verify
 from nanokit.model.weights import Weights, find_weights
 from nanokit.model.write_safetensors import INDEX, Planned, write_checkpoint
@@ -66,6 +68,7 @@ def export_directory(
         weights = find_weights(source.config, source)
         described = _descriptions(source, weights, kind)
         tensors = _planned(source, weights, kind, progress)
+        _warn_of_splitting(source)
         try:
             with _filled_beside(path) as folder:
                 for name, text in described.items():
@@ -135,6 +138,17 @@ def _descriptions(source: GGUFSource, weights: Weights, kind: str) -> dict[str, 
     }
     texts = {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in described.items()}
     return {**texts, "tokenizer.json": source.tokenizer.parts.backend.to_str()}
+
+
+def _warn_of_splitting(source: GGUFSource) -> None:
+    """transformers 5 has a list of architectures whose folders it takes to name the wrong tokenizer: qwen2 is on it."""
+    name = source.file.metadata.get("tokenizer.ggml.pre")
+    if source.config.architecture == "qwen2" and PRE_TOKENIZERS.get(str(name)) != PRE_TOKENIZERS["qwen2"]:
+        warnings.warn(
+            f"AutoTokenizer of transformers 5 splits text as Qwen 2 does for every qwen2 model, and {source.name} says "
+            f"{name!r}: load this folder's tokenizer with PreTrainedTokenizerFast",
+            stacklevel=3,
+        )
 
 
 def _planned(source: GGUFSource, weights: Weights, kind: str, progress: Progress | None) -> list[Planned]:
