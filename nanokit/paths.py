@@ -27,11 +27,18 @@ def runs_dir() -> Path:
     return Path(os.environ.get("NANOKIT_RUNS", "runs")).expanduser().resolve()
 
 
+def scratch_name(target: Path) -> Path:
+    """A name beside `target` for what is not complete yet: hidden, and with the process in it. Of a long name only the
+    end is kept: a scratch file may have one of its own, and file systems take 255 bytes."""
+    return target.with_name(f".{target.name[-60:]}.{os.getpid()}.tmp")
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A scratch file beside `target` to write into; it takes its place at the end, or goes away where an error comes
-    first: a file is complete or absent, whatever stops the program. Raises OSError."""
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    first: `target` is complete or as it was, whatever stops the program. A process that is killed has no time to clean
+    up: its scratch file stays. Raises OSError."""
+    scratch = scratch_name(target)
     try:
         yield scratch
         os.replace(scratch, target)

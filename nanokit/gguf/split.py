@@ -8,7 +8,6 @@ The gguf library can split too. That was rejected: it says the alignment in the 
 alignment than 32 makes files whose tensors no reader can place; and it keeps all files open at once.
 """
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from nanokit.errors import ParameterError
 from nanokit.gguf.shards import NAME, shard_name
 from nanokit.gguf.values import ValueKind
 from nanokit.gguf.write import Entry, Key, write_gguf
+from nanokit.paths import scratch_name
 
 EVERYWHERE = ("general.architecture", "general.alignment")  # in all files of a set
 MOST = (1 << 16) - 1  # files, as split.count is stored
@@ -86,8 +86,9 @@ def files_named(target: Path) -> list[Path]:
 @contextmanager
 def replacing_set(target: Path) -> Iterator[Path]:
     """A name in a scratch folder beside `target`, to write a file or a set to. At the end they take the place of
-    whatever had the name; where an error comes first, everything is as it was. Raises OSError."""
-    folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    whatever had the name; where an error comes first, everything is as it was. A process that is killed leaves the
+    folder, with what was in it. Raises OSError."""
+    folder = scratch_name(target)
     folder.mkdir()
     try:
         yield folder / target.name

@@ -3,26 +3,27 @@
 Found at the end, a folder that cannot be written costs the whole work; found never, a file of the model itself is lost.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from nanokit.errors import NanokitError, ParameterError
-from nanokit.gguf.shards import NAME
+from nanokit.gguf.shards import NAME, shard_name
 from nanokit.gguf.split import files_named
 from nanokit.model.memory import parse_bytes
+from nanokit.paths import scratch_name
 
 
 def check_target(path: Path, *, suffixes: Sequence[str], force: bool, source_files: Iterable[Path] = ()) -> None:
     """Raise ParameterError for a name that does not end as one of `suffixes`, for a file that is there already (unless
     `force`), for a folder, and for one of `source_files`: what the new file is made from. Who does not know those yet
-    calls `check_not_source` when they are known."""
+    calls `check_not_source` when they are known. Raises NanokitError for a name that no file can have."""
     if path.suffix not in suffixes:
         raise ParameterError(
             "the name of the new file says what it becomes",
             found=path.name,
             needed=" or ".join(f"…{suffix}" for suffix in suffixes),
         )
+    _check_name(path)
     if path.exists() and (not force or path.is_dir()):
         raise ParameterError(
             f"{path.name} exists already", found=str(path), do="choose another name, or pass --force to replace a file"
@@ -60,14 +61,26 @@ def check_not_source(path: Path, source_files: Iterable[Path]) -> None:
         )
 
 
-def check_place(path: Path) -> None:
-    """Raise NanokitError where no file can be made."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def check_place(path: Path, *, sharded: bool = False) -> None:
+    """Raise NanokitError where no file can be made. sharded: it may be a set of that name, whose files have longer
+    ones."""
+    _check_name(shard_name(path, 0, 1) if sharded else path)
+    scratch = scratch_name(path)
     try:
         scratch.touch()
         scratch.unlink()
     except OSError as error:
         raise cannot_write(path, error.strerror or str(error)) from error
+
+
+def _check_name(path: Path) -> None:
+    """Raise NanokitError for a name that the file system does not take, such as one that is too long."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        raise cannot_write(path, str(getattr(error, "strerror", None) or error)) from error
 
 
 def cannot_write(path: Path, found: str) -> NanokitError:
