@@ -124,12 +124,12 @@ def _range(kind: str) -> str:
     if kind == "STRING":
         return "characters of Unicode"
     if kind in ("FLOAT32", "FLOAT64"):
-        limits = np.finfo(kind.lower())
-        return f"a number, of 0 or from {limits.smallest_subnormal:.2g} to {limits.max:.2g} on either side of it"
+        floats = np.finfo(kind.lower())
+        return f"a number, of 0 or from {floats.smallest_subnormal:.2g} to {floats.max:.2g} on either side of it"
     if kind == "BOOL":
         return "a truth value"
-    limits = np.iinfo(kind.lower())
-    return f"a whole number from {limits.min} to {limits.max}"
+    whole = np.iinfo(kind.lower())
+    return f"a whole number from {whole.min} to {whole.max}"
 
 
 def _made(entry: Entry) -> np.ndarray:
