@@ -11,17 +11,14 @@ accuracy with length); a tensor that is left out because nobody knows its name.
 
 import math
 import warnings
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from nanokit.errors import ParameterError, naming
 from nanokit.gguf.split import replacing_set, write_split
-from nanokit.gguf.write import Entry
 from nanokit.model.calibrate import Progress
 from nanokit.model.config import ModelConfig, override_rope
+from nanokit.model.export import counted
 from nanokit.model.export_model import gguf_parts
 from nanokit.model.load import open_model
 from nanokit.model.quantize import IN_GGUF
@@ -83,10 +80,10 @@ def convert(
         source.config = _with_rope(source.config, rope_base, rope_scale, force)
         rounded = requantized(source, kind, float_head="q8_0", misfit="f16")
         keys, entries = gguf_parts(rounded, alignment)
-        check_place(path)
+        check_place(path, sharded=shard_bytes is not None)
         try:
             with replacing_set(path) if shard_bytes else replacing(path) as scratch:
-                made = write_split(scratch, keys, _counted(entries, progress), shard_bytes)
+                made = write_split(scratch, keys, counted(entries, progress), shard_bytes)
                 nbytes = sum(each.stat().st_size for each in made)
                 _verify(made[0], path.name, source, progress)
         except OSError as error:
@@ -139,19 +136,6 @@ def _with_rope(config: ModelConfig, base: float | None, scale: float | None, for
         if old != new:
             warnings.warn(f"rope {what} {new:g} instead of the source's {old:g}, as --force wants it", stacklevel=3)
     return forced
-
-
-def _counted(entries: list[Entry], progress: Progress | None) -> list[Entry]:
-    """The same, with a word to `progress` after each that has been made."""
-    if progress is None:
-        return entries
-
-    def make(each: Entry, number: int) -> np.ndarray:
-        made = each.make()
-        progress(number, len(entries), each.name)
-        return made
-
-    return [replace(each, make=partial(make, each, number)) for number, each in enumerate(entries, 1)]
 
 
 def _verify(scratch: Path, name: str, source: ModelSource, progress: Progress | None) -> None:

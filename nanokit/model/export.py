@@ -5,13 +5,15 @@ interleaved rope. Vectors (norms, biases) are always F32, as every converter wri
 packed when it is written, one at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from nanokit.gguf.write import Entry
+from nanokit.model.calibrate import Progress
 from nanokit.model.source import FLOATS, ModelSource, interleaved_heads
 from nanokit.quant.ggml import to_blocks
 
@@ -29,6 +31,19 @@ def entry_of(source: ModelSource, name: str, target: str) -> Entry:
     else:
         make = partial(_blocks, source, name, heads)
     return Entry(target, stored.type.upper(), stored.shape, make)
+
+
+def counted(entries: Sequence[Entry], progress: Progress | None) -> list[Entry]:
+    """The same, with a word to `progress` after each that has been made: (done, in all, name)."""
+    if progress is None:
+        return list(entries)
+
+    def make(each: Entry, number: int) -> np.ndarray:
+        made = each.make()
+        progress(number, len(entries), each.name)
+        return made
+
+    return [replace(each, make=partial(make, each, number)) for number, each in enumerate(entries, 1)]
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:

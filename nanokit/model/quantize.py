@@ -14,18 +14,19 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from nanokit.errors import ParameterError, naming
-from nanokit.gguf.split import files_named, write_split
+from nanokit.gguf.split import files_named, replacing_set, write_split
 from nanokit.gguf.types import DEFAULT_ALIGNMENT
-from nanokit.gguf.write import rewritten
+from nanokit.gguf.write import Entry, Key, rewritten
 from nanokit.model import saved
 from nanokit.model.calibrate import Progress, windows_in
-from nanokit.model.export import entry_of
+from nanokit.model.export import counted, entry_of
 from nanokit.model.export_model import gguf_names, gguf_parts
 from nanokit.model.load import open_model
 from nanokit.model.requantize import Requantized, requantized
 from nanokit.model.source import GGUFSource, ModelSource, SafetensorsSource
 from nanokit.model.target import cannot_write, check_not_source, check_place, check_shards, check_target
 from nanokit.model.weights import find_weights
+from nanokit.paths import replacing
 from nanokit.quant.ggml import GGML_FORMATS, TERNARY_FORMATS
 from nanokit.quant.policy import BY_TEXT, DEFAULT, FLOAT_HEAD, FLOAT_TYPES, Policy, parse_policy
 
@@ -65,7 +66,8 @@ def quantize(
 
     calibration: a text file that awq, gptq, smooth and auto look at; None is a text of the kit's own. shard_size: bytes
     of tensors, or "2GB", above which a GGUF file becomes a set of files. force: replace a file that is there (with a
-    shard size also a set of that name). Raises ParameterError for a policy, name or text that cannot be used,
+    shard size also a set of that name). progress: called as (done, in all, what) while a text runs, and after each
+    tensor that is written. Raises ParameterError for a policy, name or text that cannot be used,
     ModelFileError for a model that cannot be read, TokenizerError for a tokenizer that GGUF cannot say, NanokitError
     for a place that cannot be written. Whatever can be refused is before a weight is read.
     """
@@ -79,7 +81,7 @@ def quantize(
     if in_gguf:
         _check_gguf(source, chosen)
     texts = None if calibration is None else _texts(source, Path(calibration), chosen)
-    check_place(path)
+    check_place(path, sharded=shard_bytes is not None)
     found = requantized(
         source,
         chosen,
@@ -89,20 +91,25 @@ def quantize(
         misfit="f16" if in_gguf else "",
     )
     try:
-        if not in_gguf:
-            saved.write(found, path, found.policy.name)
-            files = [path]
-        elif isinstance(source, GGUFSource):
-            changed = [*found.choices, *found.made.vectors]
-            parts = rewritten(source.file, {name: entry_of(found, name, name) for name in changed})
-            files = write_split(path, *parts, shard_bytes)
-        else:
-            with naming(source.name):
-                parts = gguf_parts(found, DEFAULT_ALIGNMENT)
-            files = write_split(path, *parts, shard_bytes)
+        with replacing_set(path) if shard_bytes else replacing(path) as scratch:
+            if in_gguf:
+                keys, entries = _gguf(found)
+                made = write_split(scratch, keys, counted(entries, progress), shard_bytes)
+            else:
+                saved.write(found, scratch, found.policy.name, progress)
+                made = [scratch]
+            return _written(path, made, found)
     except (SafetensorError, OSError) as error:
         raise cannot_write(path, str(error)) from error
-    return _written(files, found)
+
+
+def _gguf(found: Requantized) -> tuple[dict[str, Key], list[Entry]]:
+    """Metadata and tensors of the new file."""
+    if isinstance(found.base, GGUFSource):
+        changed = [*found.choices, *found.made.vectors]
+        return rewritten(found.base.file, {name: entry_of(found, name, name) for name in changed})
+    with naming(found.base.name):
+        return gguf_parts(found, DEFAULT_ALIGNMENT)
 
 
 def _check_gguf(source: ModelSource, policy: Policy) -> None:
@@ -147,8 +154,10 @@ def _texts(source: ModelSource, path: Path, policy: Policy) -> list[list[int]]:
     return windows
 
 
-def _written(files: list[Path], found: Requantized) -> Written:
-    new = open_model(files[0])
+def _written(path: Path, made: list[Path], found: Requantized) -> Written:
+    """What was written, read from the files while they still have names of their own: what cannot be opened never gets
+    the name `path`."""
+    new = _reopened(made[0], path)
     renamed = {} if new.kind == found.kind else dict(gguf_names(find_weights(found.config, found)))
     old_of = [found.base.stored[name] for name in found.choices]
     new_of = [new.stored[renamed.get(name, name)] for name in found.choices]
@@ -156,5 +165,16 @@ def _written(files: list[Path], found: Requantized) -> Written:
     before, after = (8 * sum(each.nbytes for each in of) / weights if weights else 0.0 for of in (old_of, new_of))
     types, now = (tuple(sorted({each.type for each in of})) for of in (old_of, new_of))
     misfits = tuple(name for name, choice in found.choices.items() if choice.misfit)
-    nbytes = sum(each.stat().st_size for each in files)
+    nbytes = sum(each.stat().st_size for each in made)
+    files = [path] if len(made) == 1 else [path.with_name(each.name) for each in made]
     return Written(files[0], tuple(files), nbytes, found.policy.name, before, after, types, now, misfits)
+
+
+def _reopened(file: Path, path: Path) -> ModelSource:
+    """A file under its scratch name, which does not end as `path` does."""
+    with naming(path.name):
+        if path.suffix == ".safetensors":
+            return saved.QuantizedFile(file)
+        opened = GGUFSource(file)
+        _ = opened.tokenizer
+        return opened

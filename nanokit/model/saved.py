@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanokit.errors import ModelFileError
+from nanokit.model.calibrate import Progress
 from nanokit.model.config import ModelConfig, config_from_transformers
 from nanokit.model.config_gguf import config_from_gguf
 from nanokit.model.source import DESCRIPTIONS, FLOATS, ModelSource, check_vocabulary
@@ -45,20 +46,22 @@ ARRAYS = {"U8": 1, "I8": 1, "F16": 2, "F32": 4}  # number types of the parts, an
 _DAMAGED = "quantize the model again"
 
 
-def write(source: ModelSource, path: Path, policy: str) -> None:
-    """Write every tensor of `source` as it gives it. policy: what is noted of how it was quantized. Raises
-    ModelFileError for weights that are not finite, OSError for a place that cannot be written; an existing file is
-    replaced at the end."""
+def write(source: ModelSource, path: Path, policy: str, progress: Progress | None = None) -> None:
+    """Write every tensor of `source` as it gives it. policy: what is noted of how it was quantized; progress: called
+    as (done, in all, name) after each tensor. Raises ModelFileError for weights that are not finite, OSError for a
+    place that cannot be written; an existing file is replaced at the end."""
     tensors: dict[str, Tensor] = {}
     entries: dict[str, Any] = {}
-    for name, stored in source.stored.items():
+    for number, (name, stored) in enumerate(source.stored.items(), 1):
         q = source.quantized(name, 0, stored.shape[0]) if stored.coding else None
         if q is None:
             tensors[name] = _as_stored(source.tensor(name), stored.type)
-            continue
-        entries[name] = entry_of(q).to_json()
-        for part, values in parts_of(q).items():
-            tensors[name + MARK + part] = torch.from_numpy(np.ascontiguousarray(values))
+        else:
+            entries[name] = entry_of(q).to_json()
+            for part, values in parts_of(q).items():
+                tensors[name + MARK + part] = torch.from_numpy(np.ascontiguousarray(values))
+        if progress is not None:
+            progress(number, len(source.stored), name)
     header = {"schema": SCHEMA, "policy": policy, "source": source.name, "entries": entries, **source.facts()}
     with replacing(path) as scratch:
         scratch.touch()
