@@ -141,4 +141,4 @@ def _with_rope(config: ModelConfig, base: float | None, scale: float | None, for
 def _verify(scratch: Path, name: str, source: ModelSource, progress: Progress | None) -> None:
     """Raise ModelFileError, naming what failed, unless the file is what its source is."""
     report = verify(scratch, source, long=False, name=name, progress=progress)
-    report.raise_for("report this: the directory was read without an objection, and no file was left")
+    report.raise_for("see whether the folder is sound in what is named here; if it is, report this. No file was left")

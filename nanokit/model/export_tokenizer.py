@@ -21,6 +21,7 @@ from nanokit.errors import TokenizerError
 from nanokit.gguf.header import ValueKind
 from nanokit.gguf.write import Key
 from nanokit.model import tokenizer_probes as probing
+from nanokit.model.chat import ChatTemplate
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.tokenizer_gguf import (
     BYTE,
@@ -46,8 +47,10 @@ _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 def tokenizer_keys(tokenizer: Tokenizer, rows: int, architecture: str) -> dict[str, Key]:
     """The keys tokenizer.*. rows: of the embedding, for each of which the file needs a token.
 
-    Raises TokenizerError for a tokenizer that a GGUF file cannot say, naming the texts that would become other ids.
+    Raises TokenizerError for a tokenizer that a GGUF file cannot say, naming the texts that would become other ids, and
+    for a folder whose chat template or end of text is broken: a file that says the same would be refused.
     """
+    _check_folder(tokenizer, rows)
     vocabulary = _vocabulary(tokenizer, rows)
     keys, doubtful = _byte_level(vocabulary) if vocabulary.byte_level else _sentencepiece(vocabulary)
     keys |= _shared(tokenizer, vocabulary)
@@ -66,6 +69,29 @@ def tokenizer_keys(tokenizer: Tokenizer, rows: int, architecture: str) -> dict[s
         needed="agreement on every text that is compared",
         do="use the model's own directory, whose tokenizer.json spells the splitting out",
     )
+
+
+def _check_folder(tokenizer: Tokenizer, rows: int) -> None:
+    parts = tokenizer.parts
+    strange = [index for index in parts.eos_ids if not 0 <= index < rows]
+    if strange:
+        raise TokenizerError(
+            "the folder names an end of text that is no token",
+            found=f"eos_token_id {', '.join(map(str, strange))}",
+            needed=f"ids from 0 to {rows - 1}",
+            do="correct it in the folder's generation_config.json, or in config.json where there is none",
+        )
+    if parts.chat_template is None:
+        return
+    try:
+        ChatTemplate(parts.chat_template)
+    except TokenizerError as error:
+        raise TokenizerError(
+            "the folder's own chat template is broken",
+            found=error.found,
+            needed=error.needed,
+            do="correct the folder's chat_template.jinja (or chat_template in tokenizer_config.json), or take it away",
+        ) from error
 
 
 Choice = tuple[dict[str, Key], Tokenizer]
@@ -180,11 +206,18 @@ def _frame(tokenizer: Tokenizer) -> tuple[int | None, int | None]:
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Key], list[str]]:
     """Keys of a vocabulary of bytes; and no token whose pairs come in another order."""
+    if not vocabulary.merges:
+        raise TokenizerError(
+            "this tokenizer has no merges: every byte of a text is a token of its own",
+            found="a vocabulary of bytes with an empty list of merges in tokenizer.json",
+            needed="at least one pair of tokens that becomes one, without which readers refuse a GGUF file",
+            do="download tokenizer.json again if the model is said to have merges; otherwise use the folder as it is",
+        )
     spaced = next((pair for pair in vocabulary.merges if " " in "".join(pair)), None)
-    if spaced or not vocabulary.merges:
+    if spaced:
         raise TokenizerError(
             "these merges have no place in a GGUF file",
-            found=f"the pair {spaced}" if spaced else "none",
+            found=f"the pair {spaced}",
             needed="pairs of tokens without a space in them",
         )
     keys = {

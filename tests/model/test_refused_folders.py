@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import save_tiny, tiny_model
 
-from nanokit.errors import ModelFileError
+from nanokit.errors import ModelFileError, TokenizerError
 from nanokit.model.convert import convert
 from nanokit.model.quantize import quantize
 from nanokit.model.source import SafetensorsSource
@@ -57,3 +57,34 @@ def test_numbers_that_no_file_can_hold_are_refused_before_any_weight(
     with pytest.raises(ModelFileError, match=named):
         make(copy, tmp_path / "out.gguf", "q8_0")
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("chat_template.jinja", "{% for %}", r"folder's own chat template is broken(?s:.*)TemplateSyntaxError"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": [258, -1]}',
+            r"end of text(?s:.*)eos_token_id -1\n",
+        ),
+        ("generation_config.json", '{"eos_token_id": 320}', r"end of text(?s:.*)eos_token_id 320"),
+    ],
+)
+@pytest.mark.parametrize("make", [convert, quantize])
+def test_what_is_broken_in_the_folder_is_said_of_the_folder(
+    copy: Path, tmp_path: Path, make: Callable[[Path, Path, str], object], file: str, text: str, named: str
+) -> None:
+    """Found in the new file, it reads as a fault of the converter, or as one of a download that nobody made."""
+    (copy / file).write_text(text)
+    with pytest.raises(TokenizerError, match=named) as caught:
+        make(copy, tmp_path / "out.gguf", "q8_0")
+    assert file in str(caught.value.do)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_tokenizer_without_merges_is_told_so(tmp_path: Path) -> None:
+    """'found: none' left open what there was none of."""
+    save_tiny(tmp_path / "hf", tiny_model("llama", heads=4, head_dim=16, hidden=64))
+    with pytest.raises(TokenizerError, match="no merges: every byte of a text"):
+        convert(tmp_path / "hf", tmp_path / "out.gguf")
