@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nanokit.lab.experiments.trap import TrapResult
     from nanokit.lab.experiments.trap_result import TrapsResult
 
-TITLE = 70  # characters of a line of a title
+TITLE = 64  # characters of a line of a title
 ROW = 23  # px of a row of marks
 HIDDEN = (WRONG_BASE, HALF_SCALE, ONE_LAYER)  # faults that are said to be invisible without a source
 LOOKS = {  # of an outcome: colour, symbol, size
