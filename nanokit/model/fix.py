@@ -17,6 +17,8 @@ from nanokit.errors import ModelFileError, ParameterError
 from nanokit.gguf.cursor import HeaderError
 from nanokit.gguf.mend import Mended, mend
 from nanokit.gguf.write import write_gguf
+from nanokit.model.calibrate import Progress
+from nanokit.model.export import counted
 from nanokit.model.mend_keys import mended_keys
 from nanokit.model.source import ModelSource
 from nanokit.model.target import cannot_write, check_place, check_target
@@ -25,7 +27,6 @@ from nanokit.model.verify.behaviour import LAYERS, ORDER, ROW_ORDER
 from nanokit.model.verify.meaning import HEAD, ROPE_BASE, ROPE_SCALING
 from nanokit.model.verify.report import NEEDS_SOURCE, Check, Report
 from nanokit.model.verify.run import verify
-from nanokit.model.verify.variants import Progress
 from nanokit.paths import replacing
 
 FROM_SOURCE = "nanokit model repair {} OUT.gguf --from SOURCE"
@@ -85,7 +86,7 @@ def fix(
     check_place(path)
     try:
         with replacing(path) as scratch:
-            write_gguf(scratch, found.keys | keys, found.entries)
+            write_gguf(scratch, found.keys | keys, counted(found.entries, progress))
             report = verify(scratch, against, name=path.name, progress=progress)
             _check(broken.name, report, repairable=not found.said)
     except OSError as error:

@@ -21,8 +21,9 @@ import numpy as np
 
 from nanokit.errors import ModelFileError, ParameterError
 from nanokit.gguf.reader import GGUFFile
-from nanokit.gguf.write import Entry, Key, copied, rewrite
-from nanokit.model.export import entry_of
+from nanokit.gguf.write import Entry, Key, copied, rewritten, write_gguf
+from nanokit.model.calibrate import Progress
+from nanokit.model.export import counted, entry_of
 from nanokit.model.export_keys import frequency_entry, model_keys
 from nanokit.model.export_model import gguf_names
 from nanokit.model.load import open_model
@@ -33,7 +34,6 @@ from nanokit.model.verify.meaning import SIZES
 from nanokit.model.verify.report import Report, listed
 from nanokit.model.verify.run import verify
 from nanokit.model.verify.source_tensors import TENSORS
-from nanokit.model.verify.variants import Progress
 from nanokit.model.weights import find_weights
 from nanokit.paths import replacing
 from nanokit.quant.ggml import GGML_FORMATS
@@ -102,7 +102,8 @@ def repair(
     types = {name: each.type for name, each in entries.items() if each is not None}
     try:
         with replacing(path) as scratch:
-            rewrite(broken, scratch, entries, keys)
+            new_keys, kept = rewritten(opened, entries, keys)
+            write_gguf(scratch, new_keys, counted(kept, progress))
             report = verify(scratch, theirs, name=path.name, progress=progress)
             _check_compared(report)
             report.raise_for("name what failed with --inject, or convert the model again; nothing was written")

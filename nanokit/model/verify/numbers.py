@@ -10,8 +10,8 @@ import numpy as np
 
 from nanokit.errors import ModelFileError
 from nanokit.gguf.reader import GGUFFile
+from nanokit.model.calibrate import Progress
 from nanokit.model.verify.report import Check, Verdict, listed
-from nanokit.model.verify.variants import Progress
 from nanokit.quant.formats import FORMATS
 
 PART = "numbers"

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from nanokit.model.calibrate import Progress
 from nanokit.model.source import GGUFSource, ModelSource
 from nanokit.model.verify.behaviour import behaviour, unasked
 from nanokit.model.verify.divergence import divergence
@@ -12,7 +13,6 @@ from nanokit.model.verify.report import Check, Report, merged
 from nanokit.model.verify.source_keys import compare_keys
 from nanokit.model.verify.source_tensors import TENSORS, compare_tensors, noise, same_model, tensor_checks
 from nanokit.model.verify.structure import structure
-from nanokit.model.verify.variants import Progress
 from nanokit.model.weights import Weights, find_weights
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanokit.model.calibrate import Progress
 from nanokit.model.config import ModelConfig
 from nanokit.model.export import interleaved
 from nanokit.model.source import ModelSource, unpermute
 from nanokit.model.verify.behaviour import LAYERS, ORDER, ROW_ORDER
 from nanokit.model.verify.report import Check, Found, listed
-from nanokit.model.verify.variants import Progress
 from nanokit.model.weights import LayerWeights, Linear, Matrix, Stored, Weights
 from nanokit.quant.policy import ATTENTION, FEED_FORWARD
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from nanokit.kernels.reference import Layer, Resident, rms_norm
+from nanokit.model.calibrate import Progress
 from nanokit.model.config import ModelConfig
 from nanokit.model.rope import Rope
 from nanokit.model.weights import Weights
@@ -34,7 +35,6 @@ ROWS = 64  # whose logits are computed together
 CERTAIN = 4.0
 
 See = Callable[[int, Tensor, Tensor], None]  # of the file as it is: layer, what gate gives, what up gives
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
