@@ -10,11 +10,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from nanokit.model.calibrate import Progress
 from nanokit.model.config import ModelConfig
 from nanokit.model.tokenizer import Tokenizer
 from nanokit.model.verify.behaviour import TEXT, text_ids
 from nanokit.model.verify.report import Check, Found
-from nanokit.model.verify.variants import AS_IS, Head, Progress, final_states
+from nanokit.model.verify.variants import AS_IS, Head, final_states
 from nanokit.model.weights import Weights
 
 PART = "source"
