@@ -10,10 +10,27 @@ from nanokit.errors import NanokitError, ParameterError
 from nanokit.lab.records import write_atomically
 
 
-def check_json_target(target: str | None) -> None:
-    """Raise ParameterError for a file that could not be written; None and "-", standard output, are fine."""
-    if target not in (None, "-") and (Path(str(target)).is_dir() or not Path(str(target)).absolute().parent.is_dir()):
-        raise ParameterError("the JSON cannot be written there", found=target, needed="a file in a folder that exists")
+def check_json_target(target: str | None, *read: str | None) -> None:
+    """Raise ParameterError for a file that could not be written, and for one that is there and is no JSON: a report
+    must not take the place of a model. None and "-", standard output, are fine. read: the files that are looked at."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        found = f"{target} is a folder" if path.is_dir() else f"no folder {path.absolute().parent}"
+        raise ParameterError("the JSON cannot be written there", found=found, needed="a file in a folder that exists")
+    if not path.is_file():
+        return
+    looked_at = any(Path(each).exists() and path.samefile(each) for each in read if each)
+    with path.open("rb") as file:
+        begin = file.read(64).lstrip()[:1]
+    if looked_at or begin not in (b"", b"{", b"["):
+        raise ParameterError(
+            f"{path.name} is there already, and is no report",
+            found=target,
+            needed="a new file, or an earlier report",
+            do="choose another name",
+        )
 
 
 def put(target: str | None, text: str, document: Callable[[], Any]) -> None:

@@ -30,7 +30,7 @@ def main(path: str, compare: str | None, target: str | None) -> int:
     """Print one account, or two side by side; the whole as JSON to a file, or with "-" in place of the text.
 
     Raises ModelFileError for the files, ParameterError for a target that cannot be written."""
-    check_json_target(target)
+    check_json_target(target, path, compare)
     found = [account(each) for each in (path, compare) if each is not None]
     tables = [comparison(*found)] if compare else [overview(found[0]), by_role(found[0])]
     put(target, "\n\n".join(map(str, tables)), lambda: document(found))

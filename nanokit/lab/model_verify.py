@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises ModelFileError for a path that leads to no file and a source that does not load, ParameterError for a target
     that cannot be written, and what `fix` raises."""
-    check_json_target(args.json)
+    check_json_target(args.json, args.file, args.against)
     against = None if args.against is None else open_model(args.against)
     with progress_bar() as progress:
         if args.fix is None:
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
 def smoke(args: argparse.Namespace) -> int:
     """Print what the behaviour of a file says; 1 where it says that something is wrong. Raises as `main` does, and what
     the experiment raises."""
-    check_json_target(args.json)
+    check_json_target(args.json, args.file)
     found = smoke_test(
         SmokeParams.from_mapping({"model": args.file, "preset": args.preset}), progress=terminal_progress()
     )

@@ -128,7 +128,7 @@ def _check_gguf(source: ModelSource, policy: Policy) -> None:
             f"{', '.join(strangers)} cannot be written into a GGUF file here",
             found=policy.name,
             needed=f"formats that can: {', '.join((*IN_GGUF, *FLOAT_TYPES))}",
-            do="choose one of them, or write a .safetensors file",
+            do="name one of them with --policy, such as --policy q4_0, or write a .safetensors file",
         )
 
 

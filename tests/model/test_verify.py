@@ -10,6 +10,7 @@ from converted import CAUGHT, changed, converted_llama, found
 from handmade_gguf import gguf_bytes, pair, text
 from phi3 import save_tiny_phi3
 
+from nanokit.cli import main
 from nanokit.errors import ModelFileError
 from nanokit.gguf.faults import inject
 from nanokit.gguf.header import ValueKind
@@ -136,13 +137,29 @@ def test_dead_rows_and_giants_are_said(files: Mapping[str, Path], tmp_path: Path
     assert "blk.0.ffn_up.weight: 100000 in row 5" in checks["magnitudes"].said
 
 
-def test_bytes_behind_the_last_tensor_are_said(files: Mapping[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [17, 100])
+def test_bytes_behind_the_last_tensor_are_said(more: int, files: Mapping[str, Path], tmp_path: Path) -> None:
     """A file that was appended to, or that belongs to a header with fewer tensors."""
     path = tmp_path / "long.gguf"
-    path.write_bytes(files["gguf"].read_bytes() + b"\0" * 100)
+    path.write_bytes(files["gguf"].read_bytes() + b"\0" * more)
     check = found(verify(path), "file size")
     assert check.verdict == "warning"
     assert "bytes follow the last tensor" in check.said
+
+
+def test_a_report_does_not_take_the_place_of_a_model(
+    files: Mapping[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--json with the name of a file that is looked at, or of any other that is no report."""
+    model = tmp_path / "model.gguf"
+    model.write_bytes(files["gguf"].read_bytes())
+    for action in ("verify", "smoke", "info"):
+        assert main(["model", action, str(model), "--json", str(model)]) == 2
+        assert "is there already, and is no report" in capsys.readouterr().err
+    assert main(["model", "verify", str(files["gguf"]), "--json", str(model)]) == 2
+    assert model.read_bytes() == files["gguf"].read_bytes()
+    for _ in range(2):  # an earlier report is replaced
+        assert main(["model", "info", str(model), "--json", str(tmp_path / "report.json")]) == 0
 
 
 @pytest.mark.parametrize(

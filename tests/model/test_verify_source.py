@@ -14,6 +14,7 @@ from nanokit.gguf.faults import FAULTS, inject
 from nanokit.gguf.header import ValueKind
 from nanokit.gguf.reader import GGUFFile
 from nanokit.gguf.write import Entry, Key, rewrite
+from nanokit.model.convert import convert
 from nanokit.model.load import open_model
 from nanokit.model.quantize import quantize
 from nanokit.model.verify.run import verify
@@ -212,3 +213,16 @@ def test_predictions_that_rounding_has_ruined_are_said(tmp_path: Path) -> None:
     check = found(verify(rough, open_model(directory)), "predictions on a long text")
     assert check.verdict == "warning"
     assert "leaves little" in check.said
+
+
+def test_a_matrix_of_another_scale_is_no_rounded_one(tmp_path: Path) -> None:
+    """Scales that are 15 % too large are an error no larger than rounding to 4 bits, and all to one side."""
+    directory = save_tiny(tmp_path / "source", compiled_model("llama", tied=True), MERGES)
+    coarse = convert(directory, tmp_path / "coarse.gguf", "q4_0").path
+    rows = 1.15 * GGUFFile.open(coarse).tensor("blk.1.attn_output.weight")
+    entry = Entry("blk.1.attn_output.weight", "F32", rows.shape, lambda: rows)
+    rewrite(coarse, tmp_path / "bad.gguf", {entry.name: entry})
+    check = found(verify(tmp_path / "bad.gguf", open_model(coarse), long=False), "weights as in the source")
+    assert check.verdict == "failed"
+    assert "blk.1.attn_output.weight" in check.said
+    assert "is 1.15 times the source's" in check.said

@@ -102,16 +102,17 @@ class SmokeResult(Result):
         places = ", ".join(f"{math.exp(min(loss, 700)):.4g} at {first}-{last}" for first, last, loss in self.positions)
         circle = f"from token {m['circle_from']:.0f} on" if "circle_from" in m else f"none in {m['answer_tokens']:.0f}"
         best = max(self.gains, key=lambda name: self.gains[name].mean, default=None)
-        rope = (
-            "nothing tried" if best is None else f"{best}, {self.gains[best].mean:+.3f} ± {self.gains[best].error:.3f}"
-        )
+        rope = "nothing tried"
+        if best is not None:
+            how = f"{self.gains[best].mean:+.3f} ± {self.gains[best].error:.3f} nats a token"
+            rope = f"{best}: {how}" if self.gains[best].certain else f"none for certain; {best} comes nearest: {how}"
         least = f"{m['prompt_tokens']:.0f} tokens; memory allows {m['first_token_limit_ms']:.1f} ms"
         rows = [
             ("perplexity", f"{m['ppl']:.4g} ({places})"),
             ("entropy of predictions", f"{m['entropy']:.2f} nats, of {m['entropy_of_chance']:.2f} by chance"),
             ("greedy answer goes in a circle", circle),
             ("first token", f"{m['first_token_ms']:.0f} ms ({least})"),
-            ("the likeliest of other ropes", f"{rope} nats a token against the file's own"),
+            ("likelier under another rope", rope),
             *((check.name, f"{check.verdict}: {check.said}") for check in self.checks),
         ]
         return Table(("looked at", "found"), rows)

@@ -29,6 +29,7 @@ TENSORS, HEADS = "weights as in the source", "heads of q and k"
 FLOATS = {"F32": 1e-6, "F16": 1e-3, "BF16": 8e-3}
 AT_4_5_BITS = 0.26
 ROWS = 1024  # compared together
+ROUNDED_SCALE = 2e-3
 FITS = 3  # rounds
 LIKE = 0.5  # a relative error below it: the same matrix, if badly rounded; unrelated ones have 1.4
 
@@ -45,7 +46,8 @@ def explained(stored: Stored) -> float:
 class Compared:
     """A tensor of the file beside the source's. error: relative; bound: what their types explain; head: of q and k, the
     lowest cosine of a head and which, else None; holds: what it is instead, "" where that is unknown; folded: that it
-    is the source's but for a factor to each row and each column."""
+    is the source's but for a factor to each row and each column; scale: how many times the source's it is on the whole.
+    """
 
     name: str
     error: float
@@ -53,10 +55,12 @@ class Compared:
     head: tuple[float, int] | None = None
     holds: str = ""
     folded: bool = False
+    scale: float = 1.0
 
     @property
     def good(self) -> bool:
-        return self.error <= self.bound
+        """Rounding leaves the scale of a whole tensor nearly where it was, however rough it is."""
+        return self.error <= self.bound and abs(self.scale - 1) <= self.bound**2 + ROUNDED_SCALE
 
     @property
     def good_heads(self) -> bool:
@@ -120,7 +124,8 @@ def _compared(ours: Matrix, theirs: Matrix, heads: int | None = None, mistakes: 
     if heads is not None:
         cosines = torch.cosine_similarity(a.reshape(heads, -1).double(), b.reshape(heads, -1).double())
         head = (float(cosines.min()), int(cosines.argmin()))
-    return Compared(ours.name, error, bound, head, holds, folded)
+    scale = float((a * b).sum(dtype=torch.float64) / b.square().sum(dtype=torch.float64).clamp(min=1e-30))
+    return Compared(ours.name, error, bound, head, holds, folded, scale if error < math.inf else 1.0)
 
 
 def _error(a: Tensor, b: Tensor) -> float:
@@ -188,7 +193,7 @@ def _all(found: list[Compared], wrong: list[Compared]) -> Found:
     if wrong:
         said = (
             f"{each.name} differs by {each.error:.2g} of its size, where its type explains {each.bound:.2g}"
-            + (f": it holds {each.holds}" if each.holds else "")
+            + (f": it holds {each.holds}" if each.holds else f", and is {each.scale:.3g} times the source's")
             for each in wrong
         )
         return "failed", f"{len(wrong)} of {len(found)}: {listed(said)}"

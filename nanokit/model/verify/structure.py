@@ -33,7 +33,8 @@ def structure(path: Path) -> tuple[list[Check], GGUFFile | None]:
 
 def _failed(path: Path, name: str, error: ModelFileError) -> Check:
     what = error.what.removeprefix(f"{path}: ").removeprefix(f"{path} ")
-    return Check(PART, name, "failed", f"{what}; found {error.found}; needed {error.needed}")
+    advice = f"; {error.do}" if error.do else ""
+    return Check(PART, name, "failed", f"{what}; found {error.found}; needed {error.needed}{advice}")
 
 
 def _unread(names: tuple[str, ...]) -> list[Check]:
@@ -59,12 +60,12 @@ def _rest(file: GGUFFile) -> list[Check]:
     ends: dict[Path, int] = {}
     for info in file.tensors.values():
         ends[info.file] = max(ends.get(info.file, 0), info.offset + info.nbytes)
-    surplus = {path.name: path.stat().st_size - end for path, end in ends.items()}
-    beyond = {name: n for name, n in surplus.items() if n >= file.alignment}
+    surplus = {path: path.stat().st_size - end for path, end in ends.items()}
+    beyond = {path.name: n for path, n in surplus.items() if n not in (0, -ends[path] % file.alignment)}
     if beyond:
         said = "; ".join(
             f"{n} bytes follow the last tensor of {name}, which nothing names" for name, n in beyond.items()
         )
         return [Check(PART, PARTS[-1], "warning", said)]
     total = sum(path.stat().st_size for path in file.files)
-    return [Check(PART, PARTS[-1], "ok", f"all of the {total:,} bytes that the tensors need are there")]
+    return [Check(PART, PARTS[-1], "ok", f"{total:,} bytes: every tensor is there, and nothing follows the last")]
