@@ -45,7 +45,7 @@ from nanokit.paths import data_dir
 
 PART = "behaviour"
 TEXT = "texts/lighthouse.txt"
-TOKENS = 128
+TOKENS = 96
 LEAST = 32  # tokens that anything can be said of
 MARGIN = 2.0  # nats a token below chance (the logarithm of the vocabulary) from which on a model predicts
 CLEAR = 3.0  # times as asymmetric as the other one has to be to be told from it
@@ -79,7 +79,7 @@ def _is_gate(this: float, other: float) -> bool:
 
 def asymmetry(values: Tensor) -> float:
     """See the module. values: fp32 [tokens, neurons]; the first token, which is unlike all others, is left out."""
-    values = values[1:].double()
+    values = values[1:]
     mean, deviation = values.mean(0), values.std(0, correction=0).clamp(min=1e-12)
     skewness = (((values - mean) / deviation) ** 3).mean(0)
     return float((mean / deviation).mean().abs() + skewness.mean().abs())

@@ -109,8 +109,10 @@ def _vocabulary_faults(ours: Tokenizer, theirs: Tokenizer) -> Iterator[Found]:
     size = min(ours.vocab_size, theirs.vocab_size)
     if ours.vocab_size < theirs.vocab_size:  # more than the source has stand for rows of the embedding without a token
         yield "failed", f"tokenizer.ggml.tokens has {ours.vocab_size} tokens, the source {theirs.vocab_size}"
-    pairs = ((ours.decode([i], skip_special=False), theirs.decode([i], skip_special=False)) for i in range(size))
-    other = [f"{at} is {a!r}, in the source {b!r}" for at, (a, b) in enumerate(pairs) if a != b]
+    texts, their_texts = (each.parts.backend.get_vocab(with_added_tokens=True) for each in (ours, theirs))
+    suspect = {at for text, at in texts.items() if at < size and their_texts.get(text) != at}
+    pairs = {at: (ours.decode([at], skip_special=False), theirs.decode([at], skip_special=False)) for at in suspect}
+    other = [f"{at} is {a!r}, in the source {b!r}" for at, (a, b) in sorted(pairs.items()) if a != b]
     if other:
         yield "failed", f"tokenizer.ggml.tokens: {listed(other)}"
     if ours.encode(PROBE) != theirs.encode(PROBE):
