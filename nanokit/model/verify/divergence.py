@@ -22,9 +22,11 @@ PART = "source"
 LONG_TEXT = "texts/evaluation.txt"
 SHORT, LONG = 64, 1024  # tokens
 # nats of KL that a noise of power 1 beside the weights may cost: some times what a small model, which suffers most,
-# loses to rounding (`nanokit quality` measures that). Below FLOOR is fp32's own rounding; beyond MOST little is left of
-# a model, however honestly it was rounded.
-PER_NOISE, FLOOR, MOST = 100.0, 1e-5, 1.0
+# loses to rounding (`nanokit quality` measures that), and never less than LITTLE: one weight far beyond all others can
+# make more of it. Below FLOOR is fp32's own rounding, which is all that equal weights may show; beyond MOST little is
+# left of a model, however honestly it was rounded.
+PER_NOISE, FLOOR, LITTLE, MOST = 100.0, 1e-5, 0.02, 1.0
+EQUAL = 1e-12  # noise of weights that are the same numbers
 PREDICTIONS = "predictions on a {} text"
 
 
@@ -52,7 +54,8 @@ def divergence(
             found: Found = ("not checked", f"{len(ids)} tokens of text")
         else:
             states = [final_states(*each, ids, progress=progress)[AS_IS] for each in (file, source)]
-            found = _verdict(*kl(*heads, *states), FLOOR + PER_NOISE * noise)
+            bound = FLOOR if noise < EQUAL else max(LITTLE, PER_NOISE * noise)
+            found = _verdict(*kl(*heads, *states), bound)
         checks.append(Check(PART, PREDICTIONS.format(name), *found))
     return checks
 
