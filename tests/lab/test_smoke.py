@@ -94,18 +94,17 @@ def test_an_unknown_text_is_refused() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("fault", ["rope-base-10000", "frequency-scale-half"])
 def test_a_wrong_rope_is_seen_without_a_source(
-    fault: str, default_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    default_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It costs less than rounding to four bits does, so that no bound on perplexity could see it."""
-    inject(fault, default_model, tmp_path / "bad.gguf")
+    """It costs less than rounding to four bits does, so that no bound on perplexity could see it. (A halved scale, which
+    costs more, is in notebook 15.)"""
+    inject("rope-base-10000", default_model, tmp_path / "bad.gguf")
     assert main(["model", "smoke", str(tmp_path / "bad.gguf"), "--json", "-"]) == 1
     made = json.loads(capsys.readouterr().out)
-    wanted = "rope base 100,000" if fault == "rope-base-10000" else "frequencies doubled"
     gains = {name: value for name, value in made["metrics"].items() if name.startswith("gain_")}
-    assert max(gains, key=gains.__getitem__) == f"gain_{wanted}"
-    assert any(said.startswith(wanted) for said in made["remarks"])
+    assert max(gains, key=gains.__getitem__) == "gain_rope base 100,000"
+    assert any(said.startswith("rope base 100,000") for said in made["remarks"])
 
 
 @pytest.mark.model
