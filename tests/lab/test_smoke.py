@@ -97,8 +97,8 @@ def test_an_unknown_text_is_refused() -> None:
 def test_a_wrong_rope_is_seen_without_a_source(
     default_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It costs less than rounding to four bits does, so that no bound on perplexity could see it. (A halved scale, which
-    costs more, is in notebook 15.)"""
+    """It costs less than rounding to four bits does, so that no bound on perplexity could see it. (A halved scale,
+    which costs more, is in notebook 15.)"""
     inject("rope-base-10000", default_model, tmp_path / "bad.gguf")
     assert main(["model", "smoke", str(tmp_path / "bad.gguf"), "--json", "-"]) == 1
     made = json.loads(capsys.readouterr().out)
