@@ -6,8 +6,8 @@ the rope: the model is run with other bases and scales as well, side by side, an
 better than the file's own by more than chance points at the key that is wrong (nanokit.model.verify.variants). The
 usual bases of published models are tried; a base that is wrong by less than about twice stays unseen.
 
-Two rules of thumb are judged with it: a first token later than 800 ms is said to mean wrong rope parameters (T4), and
-repetition after about 50 tokens to mean wrongly split feed-forward weights (T5).
+A first token later than 800 ms is said to mean wrong rope parameters (T4), and repetition after about 50 tokens wrongly
+split feed-forward weights (T5). Both are shown and accuse no file: notebook 15 says how often they are right.
 """
 
 import math
@@ -74,16 +74,6 @@ class SmokeResult(Result):
     gains: dict[str, Gain] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     positions: list[tuple[int, int, float]] = field(default_factory=list)
-
-    @property
-    def slow_start(self) -> bool:
-        """What T4 takes for wrong rope parameters."""
-        return self.metrics["first_token_ms"] > T4_MS
-
-    @property
-    def early_circle(self) -> bool:
-        """What T5 takes for wrongly split feed-forward weights."""
-        return self.metrics.get("circle_from", math.inf) <= T5_TOKENS
 
     @property
     def found(self) -> list[str]:

@@ -27,8 +27,8 @@ def verify(
     """Check a GGUF file, alone or against the model that it was made from.
 
     against: the opened source, a directory or another file; without it, what only a source can tell is "not checked".
-    long: whether predictions are compared on the long text too.
-    name: what the report calls the file. progress: called as (done, in all, what).
+    long: whether predictions are compared on the long text too. name: what the report calls the file. progress: called
+    as (done, in all, what).
 
     Raises ModelFileError for a path that leads to no file and for a source that does not load; everything else that is
     wrong with the file is in the report.
@@ -45,7 +45,7 @@ def verify(
         else:
             checks += unasked("the vocabulary cannot be read here, so no text can be run")
     elif against is not None:
-        checks.append(Check("source", TENSORS, "not checked", "the file's own faults come first"))
+        checks.append(Check("source", TENSORS, "not checked", "the file cannot be read as a model, see above"))
     return Report(name or path.name, None if against is None else against.name, merged(checks))
 
 
